@@ -31,8 +31,8 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
-#if defined(__AVX512VNNI__)
-constexpr bool kQuads = true;  // products of four int8
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool kQuads = true;  // products of four int8 with four weights of eight or four bits
 #else
 constexpr bool kQuads = false;
 #endif
@@ -42,16 +42,22 @@ constexpr bool kTiles = true;  // the processor multiplies tiles of 16 rows of 6
 constexpr int kShift = 0;      // of x, to be multiplied as bytes without a sign
 #else
 constexpr bool kTiles = false;
+#if defined(__AVX512VNNI__)
 constexpr int kShift = 128;
+#else
+constexpr int kShift = 0;
+#endif
 #endif
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // of a tile's row
 
-// What the inner loop multiplies.
-enum class Operand { float32, pairs, quads, words };  // words: pairs of int16, for attention alone
+// What the inner loop multiplies. quads, nibbles: int8 with weights of eight and four bits; words: pairs of int16, for attention alone.
+enum class Operand { float32, pairs, quads, nibbles, words };
 
 INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::quads ? 1 : 2; }
+INLINE int64_t operand_bytes(Operand operand) {
+  return operand == Operand::float32 ? 4 : operand == Operand::quads || operand == Operand::nibbles ? 1 : 2;
+}
 
 constexpr Type layout_of(Type type) { return type == Type::fp8 ? Type::int8 : type == Type::fp4 ? Type::int4 : type; }
 
@@ -509,6 +515,100 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
 }
 #endif
 
+// Sums of rows of int8 times weights plus 8 of four bits: integers, as bits.
+#if defined(__AVX512VNNI__)
+template <int R>
+static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t k, float* sums) {
+  constexpr int kApart = R <= 4 ? 2 : 1;  // sums of few rows would wait for each other
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  IntVec total[kApart][R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns) {
+    __m512i low[kVectors], high[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i both = _mm512_loadu_si512(panel + v * 4 * kLanes);
+      low[v] = _mm512_and_si512(both, low_bits), high[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits);
+      prefetch_next_block(panel + v * 4 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t fours[2];
+      __builtin_memcpy(fours, x + r * stride + i, sizeof fours);
+      const __m512i first = _mm512_set1_epi32(fours[0]), second = _mm512_set1_epi32(fours[1]);
+      for (int v = 0; v < kVectors; ++v) {
+        total[0][r][v] = add_products(total[0][r][v], low[v], first, uint8_t{});
+        total[kApart - 1][r][v] = add_products(total[kApart - 1][r][v], high[v], second, uint8_t{});
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      store(sums + r * kColumns + v * kLanes, bits<Vec>(kApart == 2 ? total[0][r][v] + total[1][r][v] : total[0][r][v]));
+    }
+  }
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+INLINE __m256i load_bits(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+
+// total + the sums of four products each of bytes without a sign and of bytes with one: of pairs at most 2 * 128 * 127.
+INLINE IntVec add_products(IntVec total, __m256i a, __m256i b) {
+  return total + bits<IntVec>(_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+}
+
+template <int R>
+static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int64_t k, float* sums) {
+  IntVec total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns) {
+    __m256i w[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = load_bits(panel + v * 4 * kLanes);
+      prefetch_next_block(panel + v * 4 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      __builtin_memcpy(&four, x + r * stride + i, sizeof four);
+      const __m256i factor = _mm256_set1_epi32(four);
+      for (int v = 0; v < kVectors; ++v) {
+        total[r][v] = add_products(total[r][v], _mm256_abs_epi8(w[v]), _mm256_sign_epi8(factor, w[v]));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
+  }
+}
+
+template <int R>
+static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t k, float* sums) {
+  const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  IntVec total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns) {
+    __m256i low[kVectors], high[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const __m256i both = load_bits(panel + v * 4 * kLanes);
+      low[v] = _mm256_and_si256(both, low_bits), high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_bits);
+      prefetch_next_block(panel + v * 4 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t fours[2];
+      __builtin_memcpy(fours, x + r * stride + i, sizeof fours);
+      const __m256i first = _mm256_set1_epi32(fours[0]), second = _mm256_set1_epi32(fours[1]);
+      for (int v = 0; v < kVectors; ++v) {  // pairs of products, at most 4 * 15 * 127
+        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], first), _mm256_maddubs_epi16(high[v], second));
+        total[r][v] += bits<IntVec>(_mm256_madd_epi16(pairs, ones));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
+  }
+}
+#else
+template <int R>
+static void tile_nibbles(const int8_t*, int64_t, const uint8_t*, int64_t, float*) {}
+#endif
+
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 // The processor's tiles as add_tiles uses them: 0 to 3 sums, two by two; 4 and 5 rows of x; 6 and 7 weights.
 class TileShapes {
@@ -631,7 +731,11 @@ static void tile(Operand operand, int rows, const void* x, int64_t stride, const
     case Operand::quads:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+      return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
 #endif
+    case Operand::nibbles:
+      return tile_nibbles<R>(static_cast<const int8_t*>(x), stride, static_cast<const uint8_t*>(panel), k, sums);
     case Operand::words:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, sums);
@@ -694,7 +798,7 @@ static void convert_halves(const T* panel, int64_t k, float* to) {
 
 // Whether tiles multiply. Groups that are smaller than a tile's row do not fit them.
 INLINE bool by_tiles(const LinearArgs& args, Operand operand) {
-  return kTiles && operand != Operand::float32 && (args.group == 0 || args.group >= 32);
+  return kTiles && operand != Operand::float32 && operand != Operand::nibbles && (args.group == 0 || args.group >= 32);
 }
 
 // The zero points of a panel's columns from `first` on, for the group of k0.
@@ -736,6 +840,7 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
       convert_bytes(panel, count, operand, buffer, ZeroPoints(args, k0, first, 0));
       return buffer;
     case Type::int4:
+      if (operand == Operand::nibbles) return panel + k0 / 2 * kColumns;
       convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer,
                       ZeroPoints(args, k0, first, has_minimums(args) ? 0 : 8));
       return buffer;
@@ -752,7 +857,8 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
 // --- rows of x as operands ---
 
 INLINE Operand operand_of(const LinearArgs& args) {
-  if (args.weight_type == Type::int8 && args.rows_in_int8) return kQuads ? Operand::quads : Operand::float32;
+  if (args.rows_in_int8 && args.weight_type == Type::int8) return kQuads ? Operand::quads : Operand::float32;
+  if (args.rows_in_int8) return kQuads ? Operand::nibbles : Operand::float32;
   return kPairs && args.x_type == Type::bfloat16 ? Operand::pairs : Operand::float32;
 }
 
@@ -777,9 +883,14 @@ INLINE int64_t operands_bytes(const LinearArgs& args, Operand operand) {
   return direct(args, operand) ? 0 : args.rows * (prepared_bytes(operand, args.k) + 4);
 }
 
+// Whether sums of groups of x are needed.
+INLINE bool takes_sums(const LinearArgs& args, Operand operand) { return has_minimums(args) || operand == Operand::nibbles; }
+
+INLINE int64_t num_groups(const LinearArgs& args) { return (args.k + args.group - 1) / args.group; }
+
 static int64_t scratch_bytes(const LinearArgs& args) {
-  const int64_t sums = has_minimums(args) ? args.rows * (args.k / kMinimumGroup) * 4 : 0;
-  return operands_bytes(args, operand_of(args)) + sums;
+  const Operand operand = operand_of(args);
+  return operands_bytes(args, operand) + (takes_sums(args, operand) ? args.rows * num_groups(args) * 4 : 0);
 }
 
 template <typename T>
@@ -816,9 +927,10 @@ static float prepare_row(const LinearArgs& args, Operand operand, const T* x, vo
   const float top = largest(most), factor = top > 0.f && good ? 127.f / top : 0.f;
   for (int64_t i = 0; i < args.k; i += kLanes) {
     const Vec shifted = (good ? scaled(args, x, i) : Vec{}) * factor + 12582912.f;  // 1.5 * 2^23: rounds to an integer
-    if (operand == Operand::quads) {
+    if (operand == Operand::quads || operand == Operand::nibbles) {
       typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-      const Bytes bytes = __builtin_convertvector(bits<BitVec>(shifted) - 0x4b400000 + kShift, Bytes);
+      const int shift = operand == Operand::quads ? kShift : 0;
+      const Bytes bytes = __builtin_convertvector(bits<BitVec>(shifted) - 0x4b400000 + shift, Bytes);
       __builtin_memcpy(static_cast<uint8_t*>(to) + i, &bytes, sizeof bytes);
     } else {
       store(static_cast<float*>(to) + i, shifted - 12582912.f);
@@ -840,6 +952,15 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
   });
 }
 
+// The sums of each group of a row of integers.
+static void sum_integers(const LinearArgs& args, const int8_t* x, float* sums) {
+  for (int64_t k0 = 0; k0 < args.k; k0 += args.group) {
+    int32_t total = 0;
+    for (int64_t i = k0; i < k0 + args.group && i < args.k; ++i) total += x[i];
+    sums[k0 / args.group] = static_cast<float>(total);
+  }
+}
+
 // The sums of each kMinimumGroup of a row of x.
 template <typename T>
 static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
@@ -852,9 +973,10 @@ static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
   }
 }
 
-static void sum_rows(const LinearArgs& args, float* sums) {
-  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, sums](int64_t r) {
-    float* to = sums + r * (args.k / kMinimumGroup);
+static void sum_rows(const LinearArgs& args, Operand operand, int64_t row_bytes, float* sums) {
+  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, operand, row_bytes, sums](int64_t r) {
+    float* to = sums + r * num_groups(args);
+    if (operand == Operand::nibbles) return sum_integers(args, static_cast<const int8_t*>(args.scratch) + r * row_bytes, to);
     switch (args.x_type) {
       case Type::float32: return sum_groups(args, static_cast<const float*>(args.x) + r * args.x_stride, to);
       case Type::bfloat16: return sum_groups(args, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to);
@@ -883,7 +1005,7 @@ static void finish_row(const LinearArgs& args, const float* sums, float row_scal
 }
 
 // totals += sums of a block, times its scales, less what scales subtract for each 1 of `x_sum`; the first block sets them. Sums
-// and totals of quads are integers: bits here.
+// of quads and nibbles are integers, and totals of quads: bits here.
 static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float x_sum,
                       float* totals) {
   for (int v = 0; v < kVectors; ++v) {
@@ -893,6 +1015,7 @@ static void add_block(const LinearArgs& args, Operand operand, const float* sums
       store(totals + v * kLanes, add);
       continue;
     }
+    if (operand == Operand::nibbles) add = __builtin_convertvector(bits<IntVec>(add), Vec) - 8.f * x_sum;
     if (args.group) add = add * scales.of[v] - scales.less[v] * x_sum;
     store(totals + v * kLanes, first ? add : load(totals + v * kLanes) + add);
   }
@@ -902,11 +1025,11 @@ struct Rows {  // of x, as operands
   const uint8_t* data;
   int64_t bytes;        // from one to the next
   const float* scales;  // of the rows, or null
-  const float* sums;    // [rows, k / kMinimumGroup], or null
+  const float* sums;    // of groups of the rows, or null
 
   // Of row `r`, over the block from k0 on.
   float sum(const LinearArgs& args, int64_t r, int64_t k0) const {
-    return sums == nullptr ? 0.f : sums[r * (args.k / kMinimumGroup) + k0 / kMinimumGroup];
+    return sums == nullptr ? 0.f : sums[r * num_groups(args) + k0 / args.group];
   }
 };
 
@@ -1023,9 +1146,9 @@ static void multiply(const LinearArgs& args) {
     x.data = static_cast<const uint8_t*>(args.scratch);
     x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
   }
-  if (has_minimums(args)) {
+  if (takes_sums(args, operand)) {
     auto* sums = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + operands_bytes(args, operand)));
-    sum_rows(args, sums);
+    sum_rows(args, operand, x.bytes, sums);
     x.sums = sums;
   }
   const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;

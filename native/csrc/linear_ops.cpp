@@ -170,8 +170,10 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
   args.x_stride = args.rows > 1 ? x.stride(0) : args.k;
   STD_TORCH_CHECK(args.weight_type == args.x_type || !is_float(args.weight_type), "x and weight differ in type");
   set_weight(args, packed, {scales, zeros, factors, group});
-  STD_TORCH_CHECK(!rows_in_int8 || (args.weight_type == Type::int8 && args.k <= 65536 && group == 0 && !zeros),
-                  "rows are quantised for int8 weights of at most 65536 columns, with a scale each");
+  const bool plain = args.weight_type == Type::int8 ? args.k <= 65536 && group == 0 : args.weight_type == Type::int4 && group >= 32;
+  STD_TORCH_CHECK(!rows_in_int8 || (plain && !zeros && !factors),
+                  "rows are quantised for int8 weights of at most 65536 columns with a scale each, and for int4 weights with "
+                  "scales of 32 and more, without zeros and factors");
   args.rows_in_int8 = rows_in_int8;
   if (bias) {
     check_dense(*bias, "bias", x.scalar_type(), n);

@@ -100,6 +100,12 @@ def test_rows_in_int8(dtype):
         out = product(x, torch.ops.pagetide.pack_weight(weight, INT8), INT8, n, None, scales, 0, None, True)
         ties = 1 if dtype == torch.float32 else 2  # a value may be halfway between two steps
         assert_near(out, rounded @ (weight.double() * scales.double()[:, None]).T, dtype, 10 * ties)
+        for group in (32, 128):
+            four = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+            scales = torch.rand(-(-k // group), n, generator=generator) * 0.01
+            out = product(x, torch.ops.pagetide.pack_weight(four, INT4), INT4, n, None, scales, group, None, True)
+            whole = four.double() * scales.double().repeat_interleave(group, 0)[:k].T
+            assert_near(out, rounded @ whole.T, dtype, 10 * ties)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -235,7 +241,7 @@ def test_the_sums_of_a_row_depend_on_it_alone():
             scales = torch.rand((-(-k // 64), n) if kind == INT4 else n, generator=generator)
         packed = torch.ops.pagetide.pack_weight(weight, kind)
         before = torch.get_num_threads()
-        for rows_in_int8 in (False, True) if kind == INT8 else (False,):
+        for rows_in_int8 in (False, True) if kind >= INT8 else (False,):
             group = 64 if kind == INT4 else 0
             whole = product(x, packed, kind, n, None, scales, group, None, rows_in_int8)
             try:

@@ -54,7 +54,7 @@ def test_perplexity_stays_within_its_bounds(make, bounds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("form", "rows_in_int8"), [("int8", True), ("int8", False), ("int4", False)])
+@pytest.mark.parametrize(("form", "rows_in_int8"), [("int8", True), ("int8", False), ("int4", True), ("int4", False)])
 def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(150, 70, dtype=dtype).requires_grad_(False)
