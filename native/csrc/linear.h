@@ -515,13 +515,36 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
 }
 #endif
 
-// Sums of rows of int8 times weights plus 8 of four bits: integers, as bits.
+// A group of rows of int8, and what is added to the sums of their products with weights plus 8: -8 times the sums of the rows,
+// `eights_stride` from one row to the next.
+struct NibbleRows {
+  const int8_t* x;
+  int64_t stride;
+  const int32_t* eights;
+  int64_t eights_stride;
+};
+
+// totals[R][kColumns] += sums of a group times its scales; the first group sets them.
+template <int R>
+INLINE void add_scaled(const IntVec (&sums)[R][kVectors], const Vec* scales, bool first, float* totals) {
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = totals + r * kColumns + v * kLanes;
+      const Vec add = __builtin_convertvector(sums[r][v], Vec) * scales[v];
+      store(to, first ? add : load(to) + add);
+    }
+  }
+}
+
 #if defined(__AVX512VNNI__)
 template <int R>
-static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t k, float* sums) {
+static void add_nibbles(const NibbleRows& rows, const uint8_t* panel, int64_t k, const Vec* scales, bool first, float* totals) {
   constexpr int kApart = R <= 4 ? 2 : 1;  // sums of few rows would wait for each other
   const __m512i low_bits = _mm512_set1_epi8(15);
-  IntVec total[kApart][R][kVectors] = {};
+  IntVec total[R][kVectors], more[kApart == 2 ? R : 1][kVectors] = {};
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) total[r][v] = IntVec{} + rows.eights[r * rows.eights_stride];
+  }
   for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns) {
     __m512i low[kVectors], high[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -532,19 +555,19 @@ static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, 
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       int32_t fours[2];
-      __builtin_memcpy(fours, x + r * stride + i, sizeof fours);
-      const __m512i first = _mm512_set1_epi32(fours[0]), second = _mm512_set1_epi32(fours[1]);
+      __builtin_memcpy(fours, rows.x + r * rows.stride + i, sizeof fours);
+      const __m512i first_four = _mm512_set1_epi32(fours[0]), second_four = _mm512_set1_epi32(fours[1]);
       for (int v = 0; v < kVectors; ++v) {
-        total[0][r][v] = add_products(total[0][r][v], low[v], first, uint8_t{});
-        total[kApart - 1][r][v] = add_products(total[kApart - 1][r][v], high[v], second, uint8_t{});
+        total[r][v] = add_products(total[r][v], low[v], first_four, uint8_t{});
+        IntVec& other = kApart == 2 ? more[r][v] : total[r][v];
+        other = add_products(other, high[v], second_four, uint8_t{});
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      store(sums + r * kColumns + v * kLanes, bits<Vec>(kApart == 2 ? total[0][r][v] + total[1][r][v] : total[0][r][v]));
-    }
+  for (int r = 0; kApart == 2 && r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) total[r][v] += more[r][v];
   }
+  add_scaled<R>(total, scales, first, totals);
 }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 INLINE __m256i load_bits(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -579,9 +602,12 @@ static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int
 }
 
 template <int R>
-static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t k, float* sums) {
+static void add_nibbles(const NibbleRows& rows, const uint8_t* panel, int64_t k, const Vec* scales, bool first, float* totals) {
   const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  IntVec total[R][kVectors] = {};
+  IntVec total[R][kVectors];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) total[r][v] = IntVec{} + rows.eights[r * rows.eights_stride];
+  }
   for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns) {
     __m256i low[kVectors], high[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -592,22 +618,30 @@ static void tile_nibbles(const int8_t* x, int64_t stride, const uint8_t* panel, 
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       int32_t fours[2];
-      __builtin_memcpy(fours, x + r * stride + i, sizeof fours);
-      const __m256i first = _mm256_set1_epi32(fours[0]), second = _mm256_set1_epi32(fours[1]);
+      __builtin_memcpy(fours, rows.x + r * rows.stride + i, sizeof fours);
+      const __m256i first_four = _mm256_set1_epi32(fours[0]), second_four = _mm256_set1_epi32(fours[1]);
       for (int v = 0; v < kVectors; ++v) {  // pairs of products, at most 4 * 15 * 127
-        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], first), _mm256_maddubs_epi16(high[v], second));
+        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], first_four), _mm256_maddubs_epi16(high[v], second_four));
         total[r][v] += bits<IntVec>(_mm256_madd_epi16(pairs, ones));
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
-  }
+  add_scaled<R>(total, scales, first, totals);
 }
 #else
 template <int R>
-static void tile_nibbles(const int8_t*, int64_t, const uint8_t*, int64_t, float*) {}
+static void add_nibbles(const NibbleRows&, const uint8_t*, int64_t, const Vec*, bool, float*) {}
 #endif
+
+// add_nibbles for `count` rows, at most R.
+template <int R>
+static void add_nibbles_of(int count, const NibbleRows& rows, const uint8_t* panel, int64_t k, const Vec* scales, bool first,
+                           float* totals) {
+  if constexpr (R > 1) {
+    if (count < R) return add_nibbles_of<R - 1>(count, rows, panel, k, scales, first, totals);
+  }
+  add_nibbles<R>(rows, panel, k, scales, first, totals);
+}
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 // The processor's tiles as add_tiles uses them: 0 to 3 sums, two by two; 4 and 5 rows of x; 6 and 7 weights.
@@ -734,13 +768,12 @@ static void tile(Operand operand, int rows, const void* x, int64_t stride, const
 #elif defined(__AVX2__) && !defined(__AVX512F__)
       return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
 #endif
-    case Operand::nibbles:
-      return tile_nibbles<R>(static_cast<const int8_t*>(x), stride, static_cast<const uint8_t*>(panel), k, sums);
     case Operand::words:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, sums);
 #endif
       break;
+    case Operand::nibbles: break;  // add_nibbles
   }
 }
 
@@ -952,12 +985,12 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
   });
 }
 
-// The sums of each group of a row of integers.
-static void sum_integers(const LinearArgs& args, const int8_t* x, float* sums) {
+// -8 times the sums of each group of a row of integers.
+static void sum_integers(const LinearArgs& args, const int8_t* x, int32_t* eights) {
   for (int64_t k0 = 0; k0 < args.k; k0 += args.group) {
     int32_t total = 0;
     for (int64_t i = k0; i < k0 + args.group && i < args.k; ++i) total += x[i];
-    sums[k0 / args.group] = static_cast<float>(total);
+    eights[k0 / args.group] = -8 * total;
   }
 }
 
@@ -976,7 +1009,9 @@ static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
 static void sum_rows(const LinearArgs& args, Operand operand, int64_t row_bytes, float* sums) {
   for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, operand, row_bytes, sums](int64_t r) {
     float* to = sums + r * num_groups(args);
-    if (operand == Operand::nibbles) return sum_integers(args, static_cast<const int8_t*>(args.scratch) + r * row_bytes, to);
+    if (operand == Operand::nibbles) {
+      return sum_integers(args, static_cast<const int8_t*>(args.scratch) + r * row_bytes, static_cast<int32_t*>(static_cast<void*>(to)));
+    }
     switch (args.x_type) {
       case Type::float32: return sum_groups(args, static_cast<const float*>(args.x) + r * args.x_stride, to);
       case Type::bfloat16: return sum_groups(args, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to);
@@ -1005,7 +1040,7 @@ static void finish_row(const LinearArgs& args, const float* sums, float row_scal
 }
 
 // totals += sums of a block, times its scales, less what scales subtract for each 1 of `x_sum`; the first block sets them. Sums
-// of quads and nibbles are integers, and totals of quads: bits here.
+// and totals of quads are integers: bits here.
 static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float x_sum,
                       float* totals) {
   for (int v = 0; v < kVectors; ++v) {
@@ -1015,7 +1050,6 @@ static void add_block(const LinearArgs& args, Operand operand, const float* sums
       store(totals + v * kLanes, add);
       continue;
     }
-    if (operand == Operand::nibbles) add = __builtin_convertvector(bits<IntVec>(add), Vec) - 8.f * x_sum;
     if (args.group) add = add * scales.of[v] - scales.less[v] * x_sum;
     store(totals + v * kLanes, first ? add : load(totals + v * kLanes) + add);
   }
@@ -1025,7 +1059,7 @@ struct Rows {  // of x, as operands
   const uint8_t* data;
   int64_t bytes;        // from one to the next
   const float* scales;  // of the rows, or null
-  const float* sums;    // of groups of the rows, or null
+  const float* sums;    // of groups of the rows, or null; of nibbles as add_nibbles takes them, bits
 
   // Of row `r`, over the block from k0 on.
   float sum(const LinearArgs& args, int64_t r, int64_t k0) const {
@@ -1077,6 +1111,13 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
+    if (operand == Operand::nibbles) {
+      const auto* eights = static_cast<const int32_t*>(static_cast<const void*>(x.sums)) + r * num_groups(args) + k.begin / args.group;
+      add_nibbles_of<kRows>(left, {static_cast<const int8_t*>(static_cast<const void*>(from)), x.bytes, eights, num_groups(args)},
+                            static_cast<const uint8_t*>(weights), k.end - k.begin, scales.of, k.begin == 0,
+                            totals + (r - rows.begin) * kColumns);
+      continue;
+    }
     tile<kRows>(operand, left, from, x.bytes / operand_bytes(operand), weights, k.end - k.begin, sums);
     for (int i = 0; i < left; ++i) {
       float* to = totals + (r - rows.begin + i) * kColumns;
