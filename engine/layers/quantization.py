@@ -191,10 +191,12 @@ def choose(weights: Sequence[torch.Tensor], x: torch.Tensor, quantization: Quant
     return fastest if fits and fastest.error <= math.hypot(best.error, MOST_ROW_ERROR) else best
 
 
-def quantized_rows(x: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, k]: what products take for `x` when they quantize its rows."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return (x / _no_zeros(scale)).round() * scale
+def quantized_rows(x: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """float32 [rows, k]: what products take for `x` when they quantize its rows, or each group of a row by itself."""
+    size = x.shape[-1]
+    parts = torch.nn.functional.pad(x, (0, -size % group)).unflatten(-1, (-1, group)) if group else x.unsqueeze(-2)
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return ((parts / _no_zeros(scale)).round() * scale).flatten(-2)[..., :size]
 
 
 def _best(methods: Sequence[Method]) -> Method:
@@ -210,7 +212,8 @@ def _tried(
     """The methods without and with quantized rows. Errors are root mean squares over rows of x of |outputs - right outputs| /
     |right outputs|.
     """
-    weight = replace(quantize(sample, Method(quantization, in_scales, False, math.inf)), in_scales=None).dequantized()
+    made = quantize(sample, Method(quantization, in_scales, False, math.inf))
+    weight = replace(made, in_scales=None).dequantized()
     inputs = x if in_scales is None else x * in_scales
 
     def method(rows: torch.Tensor, rows_in_int8: bool) -> Method:
@@ -218,7 +221,7 @@ def _tried(
         error = float(square.mean().sqrt().nan_to_num(nan=math.inf))
         return Method(quantization, in_scales, rows_in_int8, error)
 
-    return method(inputs, False), method(quantized_rows(inputs), True)
+    return method(inputs, False), method(quantized_rows(inputs, made.group), True)
 
 
 def _in_scales(inputs: torch.Tensor, weights: torch.Tensor, alpha: float) -> torch.Tensor:

@@ -170,10 +170,10 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
   args.x_stride = args.rows > 1 ? x.stride(0) : args.k;
   STD_TORCH_CHECK(args.weight_type == args.x_type || !is_float(args.weight_type), "x and weight differ in type");
   set_weight(args, packed, {scales, zeros, factors, group});
-  const bool plain = args.weight_type == Type::int8 ? args.k <= 65536 && group == 0 : args.weight_type == Type::int4 && group >= 32;
-  STD_TORCH_CHECK(!rows_in_int8 || (plain && !zeros && !factors),
-                  "rows are quantised for int8 weights of at most 65536 columns with a scale each, and for int4 weights with "
-                  "scales of 32 and more, without zeros and factors");
+  const bool in_groups = group >= 16 && (args.weight_type == Type::int4 || args.weight_type == Type::fp4 || args.weight_type == Type::int8);
+  STD_TORCH_CHECK(!rows_in_int8 || in_groups || (args.weight_type == Type::int8 && args.k <= 65536 && group == 0 && !zeros),
+                  "rows are quantised for int8 weights of at most 65536 columns with a scale each and no zero point, and for int8, "
+                  "int4 and fp4 weights with groups of 16 and more");
   args.rows_in_int8 = rows_in_int8;
   if (bias) {
     check_dense(*bias, "bias", x.scalar_type(), n);

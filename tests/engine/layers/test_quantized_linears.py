@@ -64,7 +64,7 @@ def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
     weight = made.dequantized().double() / scales
     x = torch.randn(3, 5, 150, dtype=dtype)
     inputs = x.float() * scales
-    expected = F.linear((quantized_rows(inputs) if rows_in_int8 else inputs).double(), weight, linear.bias.double())
+    expected = F.linear((quantized_rows(inputs, made.group) if rows_in_int8 else inputs).double(), weight, linear.bias.double())
     bias = linear.bias.clone()
     layer = quantize_linear(linear, method, dtype)
     assert layer.weight.shape == (70, 150) and layer.weight.is_meta and linear.weight.is_meta
