@@ -37,7 +37,8 @@ class LlamaCppServer:
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context with these types of KV")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self.settings = {"kv": request["dtype"], "compute": request["dtype"], "threads": request["threads"]}
+        kv = request["dtype"] if request["dtype"] in TYPES else "float16"
+        self.settings = {"weights": request["dtype"], "kv": kv, "threads": request["threads"]}
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """See `PeerEngine.run`."""

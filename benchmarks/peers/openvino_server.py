@@ -25,7 +25,7 @@ class OpenvinoServer:
         scheduler.max_num_seqs = request["max_seqs"]
         scheduler.max_num_batched_tokens = 4096
         scheduler.enable_prefix_caching = False
-        self.settings = {"kv": kind, "compute": kind, "threads": request["threads"]}
+        self.settings = {"weights": request["dtype"], "kv": kind, "threads": request["threads"]}
         properties = {"KV_CACHE_PRECISION": kind, "INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": request["threads"]}
         folder = request["model"] + "/openvino"
         if request["dtype"] in QUANTIZED:

@@ -14,12 +14,12 @@ class PagetideServer:
 
     def __init__(self, request: dict[str, Any]) -> None:
         quantized = request["dtype"] in ("int8", "int4")
+        dtype = "bfloat16" if quantized else request["dtype"]
         self._llm = LLM(
-            request["model"], device="cpu", dtype="bfloat16" if quantized else request["dtype"],
-            quantization=request["dtype"] if quantized else None, kv_memory=request["kv_bytes"], share=False,
-            max_seqs=request["max_seqs"], prefix_caching=False,
+            request["model"], device="cpu", dtype=dtype, quantization=request["dtype"] if quantized else None, kv_memory=request["kv_bytes"],
+            share=False, max_seqs=request["max_seqs"], prefix_caching=False,
         )  # fmt: skip
-        self.settings = {"kv": request["dtype"], "compute": request["dtype"], "threads": request["threads"]}
+        self.settings = {"weights": request["dtype"], "kv": dtype, "threads": request["threads"]}
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """See `PeerEngine.run`."""

@@ -32,6 +32,7 @@ COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last 
 _NATIVE_SHARE = 0.9
 PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones; it takes a copy, so:
 LARGE_WEIGHTS = 1 << 24  # of layers with more than these
+LEAST_GROUP = 16  # inputs that are rounded to int8 by themselves
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
 
@@ -75,6 +76,13 @@ class PackedWeight:
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+
+    def for_inputs(self, dtype: torch.dtype) -> PackedWeight:
+        """This weight for inputs of `dtype`. Of bfloat16, each group is rounded to int8 by itself, which is more precise than any
+        weight of four bits, where products of integers suit the form.
+        """
+        suits = self.type in ("int8", "int4", "fp4") and self.group >= LEAST_GROUP
+        return replace(self, rows_in_int8=True) if suits and dtype == torch.bfloat16 else self
 
     @property
     def tensors(self) -> list[torch.Tensor]:

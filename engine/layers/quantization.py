@@ -25,8 +25,8 @@ from . import GROUP, Quantization, WeightForm
 
 SUPER_GROUP = 256  # weights of a factor
 SIX_BIT_BYTES = 12  # of the scales and minimums of a super group
-VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
-MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs up to which its inputs are quantized
+VERSION = 3  # of the numbers made here: other numbers from the same weights need another one
+MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs, beside that of its weights, up to which its inputs are quantized
 # in_scales are used if they reduce the error to this share: less is by chance of the tokens
 _GAIN = 0.7
 _SAMPLED_ROWS = 128  # of each weight, by which errors are measured
@@ -172,8 +172,8 @@ def quantize(weight: torch.Tensor, method: Method) -> QuantizedWeight:
 def choose(weights: Sequence[torch.Tensor], x: torch.Tensor, quantization: Quantization) -> Method:
     """The method for layers with the common input `x`.
 
-    Each method is tried on `x` and on a sample of the layers' outputs. Rows of inputs are quantized if the error is at most
-    MOST_ROW_ERROR; in_scales are used if they reduce the error.
+    Each method is tried on `x` and on a sample of the layers' outputs. Rows of inputs are quantized if that adds an error of at
+    most MOST_ROW_ERROR; in_scales are used if they reduce the error.
 
     Args:
         weights: The layers' weights, [n, k] each.
@@ -185,35 +185,43 @@ def choose(weights: Sequence[torch.Tensor], x: torch.Tensor, quantization: Quant
     largest = torch.stack([w.detach().abs().amax(0) for w in weights]).amax(0).float()
     right = x @ sample.T
     candidates = [None, *(_in_scales(x.abs().amax(0), largest, alpha) for alpha in _ALPHAS)]
-    if quantization == "int8" and x.shape[1] <= 65536:  # above, integer sums could overflow
-        best = _best([_tried(sample, x, right, Method("int8", scales, True, math.inf)) for scales in candidates])
-        if best.error <= MOST_ROW_ERROR:
-            return best
-    return _best([_tried(sample, x, right, Method(quantization, scales, False, math.inf)) for scales in candidates])
+    as_they_are, in_int8 = zip(*(_tried(sample, x, right, quantization, scales) for scales in candidates), strict=True)
+    best, fastest = _best(as_they_are), _best(in_int8)
+    fits = x.shape[1] <= 65536 and math.isfinite(fastest.error)  # of more columns, integer sums could overflow
+    return fastest if fits and fastest.error <= math.hypot(best.error, MOST_ROW_ERROR) else best
 
 
-def quantized_rows(x: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, k]: what products take for `x` when they quantize its rows."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return (x / _no_zeros(scale)).round() * scale
+def quantized_rows(x: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """float32 [rows, k]: what products take for `x` when they quantize its rows, or each group of a row by itself."""
+    size = x.shape[-1]
+    parts = torch.nn.functional.pad(x, (0, -size % group)).unflatten(-1, (-1, group)) if group else x.unsqueeze(-2)
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return ((parts / _no_zeros(scale)).round() * scale).flatten(-2)[..., :size]
 
 
-def _best(methods: list[Method]) -> Method:
+def _best(methods: Sequence[Method]) -> Method:
     """The method of the smallest error; the first one, without in_scales, unless another is clearly better."""
     plain, *others = methods
     best = min(others, key=lambda method: method.error)
     return best if best.error < _GAIN * plain.error else plain
 
 
-def _tried(sample: torch.Tensor, x: torch.Tensor, right: torch.Tensor, method: Method) -> Method:
-    """`method` with its error: the root mean square over rows of x of |outputs - right outputs| / |right outputs|."""
-    made = quantize(sample, method)
+def _tried(
+    sample: torch.Tensor, x: torch.Tensor, right: torch.Tensor, quantization: Quantization, in_scales: torch.Tensor | None
+) -> tuple[Method, Method]:
+    """The methods without and with quantized rows. Errors are root mean squares over rows of x of |outputs - right outputs| /
+    |right outputs|.
+    """
+    made = quantize(sample, Method(quantization, in_scales, False, math.inf))
     weight = replace(made, in_scales=None).dequantized()
-    inputs = x if method.in_scales is None else x * method.in_scales
-    got = (quantized_rows(inputs) if method.rows_in_int8 else inputs) @ weight.T
-    square = (got - right).square().sum(1) / _no_zeros(right.square().sum(1))
-    error = float(square.mean().sqrt().nan_to_num(nan=math.inf))
-    return Method(method.quantization, method.in_scales, method.rows_in_int8, error)
+    inputs = x if in_scales is None else x * in_scales
+
+    def method(rows: torch.Tensor, rows_in_int8: bool) -> Method:
+        square = (rows @ weight.T - right).square().sum(1) / _no_zeros(right.square().sum(1))
+        error = float(square.mean().sqrt().nan_to_num(nan=math.inf))
+        return Method(quantization, in_scales, rows_in_int8, error)
+
+    return method(inputs, False), method(quantized_rows(inputs, made.group), True)
 
 
 def _in_scales(inputs: torch.Tensor, weights: torch.Tensor, alpha: float) -> torch.Tensor:

@@ -149,7 +149,7 @@ def _samples(size: int) -> dict[str, PackedWeight]:
         scales = scale.expand((size // group, size) if group else (size,)).contiguous()
         values = bits + 56 if form == "fp8" else bits  # from 0.5 to 2
         points = torch.zeros_like(scales).char() if zeros else None
-        return pack(QuantizedWeight(form, values, scales, group=group, zeros=points))
+        return pack(QuantizedWeight(form, values, scales, group=group, zeros=points)).for_inputs(torch.bfloat16)
 
     def plain(dtype: torch.dtype) -> PackedWeight:
         return NativeLinear.of(nn.Linear(size, size, bias=False, dtype=dtype)).packed

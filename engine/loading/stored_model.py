@@ -438,9 +438,9 @@ class StoredModel:
         one = self._checkpoint.stored[name]
         if one.pack is not None and one.shape == (one.n, one.k):
             with self._parts(one, expert) as parts:
-                return one.pack(one, parts, one.n)
+                return one.pack(one, parts, one.n).for_inputs(self._dtype)
         pieces = ((begin, pack(_without_files(fitted(piece)))) for begin, piece in self.decoded(one, expert))
-        return PackedWeight.gathered(one.shape[0], pieces)
+        return PackedWeight.gathered(one.shape[0], pieces).for_inputs(self._dtype)
 
 
 @contextmanager

@@ -31,8 +31,8 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
-#if defined(__AVX512VNNI__)
-constexpr bool kQuads = true;  // products of four int8
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool kQuads = true;  // products of four int8 with weights of eight or four bits
 #else
 constexpr bool kQuads = false;
 #endif
@@ -42,16 +42,23 @@ constexpr bool kTiles = true;  // the processor multiplies tiles of 16 rows of 6
 constexpr int kShift = 0;      // of x, to be multiplied as bytes without a sign
 #else
 constexpr bool kTiles = false;
+#if defined(__AVX512VNNI__)
 constexpr int kShift = 128;
+#else
+constexpr int kShift = 0;
+#endif
 #endif
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // of a tile's row
 
-// What the inner loop multiplies.
-enum class Operand { float32, pairs, quads, words };  // words: pairs of int16, for attention alone
+// What the inner loop multiplies. quads: int8 with weights of eight bits; groups: int8, each group of a row with a scale of its
+// own, with groups of weights; words: pairs of int16, for attention alone.
+enum class Operand { float32, pairs, quads, groups, words };
 
 INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::quads ? 1 : 2; }
+INLINE int64_t operand_bytes(Operand operand) {
+  return operand == Operand::float32 ? 4 : operand == Operand::quads || operand == Operand::groups ? 1 : 2;
+}
 
 constexpr Type layout_of(Type type) { return type == Type::fp8 ? Type::int8 : type == Type::fp4 ? Type::int4 : type; }
 
@@ -509,6 +516,136 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
 }
 #endif
 
+#if defined(__AVX512VNNI__)
+typedef __m512i Bytes;
+constexpr int kAboveZero = 128;  // what signed weights get, to be multiplied as bytes without a sign
+INLINE Bytes load_wide(const void* from) { return _mm512_loadu_si512(from); }
+INLINE Bytes four_times(int32_t four) { return _mm512_set1_epi32(four); }
+INLINE Bytes above_zero(Bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+INLINE Bytes low_halves(Bytes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes w) { return low_halves(_mm512_srli_epi16(w, 4)); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(table)))), halves);
+}
+INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) { return add_products(total, w, x, uint8_t{}); }
+INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {
+  return add_bytes(add_bytes(total, low, first), high, second);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+typedef __m256i Bytes;
+constexpr int kAboveZero = 0;
+INLINE Bytes load_wide(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+INLINE Bytes four_times(int32_t four) { return _mm256_set1_epi32(four); }
+INLINE Bytes above_zero(Bytes w) { return w; }
+INLINE Bytes low_halves(Bytes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes w) { return low_halves(_mm256_srli_epi16(w, 4)); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(table)))), halves);
+}
+INLINE IntVec pairs_added(IntVec total, Bytes pairs) { return total + bits<IntVec>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {  // pairs of at most 2 * 128 * 127
+  return pairs_added(total, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+}
+INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {  // at most 4 * 24 * 127
+  return pairs_added(total, _mm256_add_epi16(_mm256_maddubs_epi16(low, first), _mm256_maddubs_epi16(high, second)));
+}
+
+template <int R>
+static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int64_t k, float* sums) {
+  IntVec total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns) {
+    Bytes w[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = load_wide(panel + v * 4 * kLanes);
+      prefetch_next_block(panel + v * 4 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      __builtin_memcpy(&four, x + r * stride + i, sizeof four);
+      for (int v = 0; v < kVectors; ++v) total[r][v] = add_bytes(total[r][v], w[v], four_times(four));
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
+  }
+}
+#endif
+
+constexpr uint8_t kFp4Doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // twice e2m1, plus 12
+
+// A group of rows of int8.
+struct GroupRows {
+  const int8_t* x;
+  int64_t stride;
+  const float* numbers;  // of each row's group: its scale, and the sum of its values, scaled
+  int64_t numbers_stride;
+};
+
+// A group of a panel's columns.
+struct GroupWeights {
+  const uint8_t* panel;
+  Vec scales[kVectors], less[kVectors];  // what an integer is multiplied by, and what is subtracted for each 1 of x
+};
+
+// totals[R][kColumns] += the products of a group.
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+template <int R, Type kWeight>
+static void add_group(const GroupRows& rows, const GroupWeights& weights, int64_t k, float* totals) {
+  constexpr bool kHalves = kWeight != Type::int8;
+  const uint8_t* panel = weights.panel;
+  IntVec sums[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += kHalves ? 8 : 4, panel += 4 * kColumns) {
+    Bytes w[kVectors], high[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = load_wide(panel + v * 4 * kLanes);
+      prefetch_next_block(panel + v * 4 * kLanes);
+      if constexpr (kHalves) high[v] = high_halves(w[v]), w[v] = low_halves(w[v]);
+      if constexpr (kWeight == Type::fp4) high[v] = looked_up(kFp4Doubled, high[v]), w[v] = looked_up(kFp4Doubled, w[v]);
+      if constexpr (!kHalves) w[v] = above_zero(w[v]);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t fours[kHalves ? 2 : 1];
+      __builtin_memcpy(fours, rows.x + r * rows.stride + i, sizeof fours);
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kHalves) {
+          sums[r][v] = add_halves(sums[r][v], w[v], high[v], four_times(fours[0]), four_times(fours[1]));
+        } else {
+          sums[r][v] = add_bytes(sums[r][v], w[v], four_times(fours[0]));
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const float scale = rows.numbers[r * rows.numbers_stride], sum = rows.numbers[r * rows.numbers_stride + 1];
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = totals + r * kColumns + v * kLanes;
+      // Two operations that can be fused in one way only, so that they round alike whatever R is.
+      const Vec rest = load(to) - weights.less[v] * sum;
+      store(to, rest + __builtin_convertvector(sums[r][v], Vec) * (weights.scales[v] * scale));
+    }
+  }
+}
+#else
+constexpr int kAboveZero = 0;
+template <int R, Type>
+static void add_group(const GroupRows&, const GroupWeights&, int64_t, float*) {}
+#endif
+
+// add_group for `count` rows, at most R.
+template <int R>
+static void add_group_of(Type type, int count, const GroupRows& rows, const GroupWeights& weights, int64_t k, float* totals) {
+  if constexpr (R > 1) {
+    if (count < R) return add_group_of<R - 1>(type, count, rows, weights, k, totals);
+  }
+  switch (type) {
+    case Type::int8: return add_group<R, Type::int8>(rows, weights, k, totals);
+    case Type::int4: return add_group<R, Type::int4>(rows, weights, k, totals);
+    default: return add_group<R, Type::fp4>(rows, weights, k, totals);
+  }
+}
+
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 // The processor's tiles as add_tiles uses them: 0 to 3 sums, two by two; 4 and 5 rows of x; 6 and 7 weights.
 class TileShapes {
@@ -631,12 +768,15 @@ static void tile(Operand operand, int rows, const void* x, int64_t stride, const
     case Operand::quads:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+      return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
 #endif
     case Operand::words:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, sums);
 #endif
       break;
+    case Operand::groups: break;  // add_group
   }
 }
 
@@ -694,7 +834,7 @@ static void convert_halves(const T* panel, int64_t k, float* to) {
 
 // Whether tiles multiply. Groups that are smaller than a tile's row do not fit them.
 INLINE bool by_tiles(const LinearArgs& args, Operand operand) {
-  return kTiles && operand != Operand::float32 && (args.group == 0 || args.group >= 32);
+  return kTiles && operand != Operand::float32 && operand != Operand::groups && (args.group == 0 || args.group >= 32);
 }
 
 // The zero points of a panel's columns from `first` on, for the group of k0.
@@ -702,11 +842,12 @@ struct ZeroPoints {
   IntVec of[kVectors] = {};
 
   ZeroPoints(const LinearArgs& args, int64_t k0, int64_t first, int offset) {
-    const int8_t* from = args.zeros == nullptr ? nullptr : args.zeros + (args.group ? k0 / args.group * args.n : 0) + first;
     for (int v = 0; v < kVectors; ++v) {
-      int32_t lanes[kLanes];
-      for (int i = 0; i < kLanes; ++i) lanes[i] = offset + (from && first + v * kLanes + i < args.n ? from[v * kLanes + i] : 0);
-      __builtin_memcpy(&of[v], lanes, sizeof lanes);
+      const int64_t column = first + v * kLanes, left = args.n - column;
+      of[v] = IntVec{} + offset;
+      if (args.zeros == nullptr || left <= 0) continue;
+      const int8_t* from = args.zeros + (args.group ? k0 / args.group * args.n : 0) + column;
+      of[v] += load_bytes<int8_t>(from, static_cast<int>(left < kLanes ? left : kLanes));
     }
   }
   Vec operator()(IntVec values, int v) const { return __builtin_convertvector(values - of[v], Vec); }
@@ -732,10 +873,11 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
       return buffer;
     case Type::int8:
       panel += kColumns * 4 + k0 * kColumns;
-      if (operand == Operand::quads) return panel;
+      if (operand == Operand::quads || operand == Operand::groups) return panel;
       convert_bytes(panel, count, operand, buffer, ZeroPoints(args, k0, first, 0));
       return buffer;
     case Type::int4:
+      if (operand == Operand::groups) return panel + k0 / 2 * kColumns;
       convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer,
                       ZeroPoints(args, k0, first, has_minimums(args) ? 0 : 8));
       return buffer;
@@ -743,6 +885,7 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
       convert_bytes(panel + kColumns * 4 + k0 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp8_values(codes); });
       return buffer;
     case Type::fp4:
+      if (operand == Operand::groups) return panel + k0 / 2 * kColumns;
       convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp4_values(codes); });
       return buffer;
   }
@@ -752,7 +895,7 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
 // --- rows of x as operands ---
 
 INLINE Operand operand_of(const LinearArgs& args) {
-  if (args.weight_type == Type::int8 && args.rows_in_int8) return kQuads ? Operand::quads : Operand::float32;
+  if (args.rows_in_int8) return !kQuads ? Operand::float32 : args.group ? Operand::groups : Operand::quads;
   return kPairs && args.x_type == Type::bfloat16 ? Operand::pairs : Operand::float32;
 }
 
@@ -777,9 +920,15 @@ INLINE int64_t operands_bytes(const LinearArgs& args, Operand operand) {
   return direct(args, operand) ? 0 : args.rows * (prepared_bytes(operand, args.k) + 4);
 }
 
+INLINE int64_t num_groups(const LinearArgs& args) { return (args.k + args.group - 1) / args.group; }
+
+// Of what is known of each group of a row: its sum, or its scale and its sum.
+INLINE int64_t group_numbers(const LinearArgs& args, Operand operand) { return operand == Operand::groups ? 2 : has_minimums(args) ? 1 : 0; }
+
 static int64_t scratch_bytes(const LinearArgs& args) {
-  const int64_t sums = has_minimums(args) ? args.rows * (args.k / kMinimumGroup) * 4 : 0;
-  return operands_bytes(args, operand_of(args)) + sums;
+  const Operand operand = operand_of(args);
+  const int64_t numbers = group_numbers(args, operand);
+  return operands_bytes(args, operand) + (numbers ? numbers * args.rows * num_groups(args) * 4 : 0);
 }
 
 template <typename T>
@@ -789,53 +938,73 @@ INLINE Vec scaled(const LinearArgs& args, const T* x, int64_t i) {
   return args.in_scales ? load_some(x + i, left) * load_some(args.in_scales + i, left) : load_some(x + i, left);
 }
 
-// A row of x as operands at `to`, with zeros up to a multiple of the lanes or 64 bytes. Returns the row's scale.
+// Values first .. end of a row of x, from a multiple of the lanes on, in steps of 1 / 127 of the largest one: integers from -127
+// to 127, and floats with them.
+struct Steps {
+  float step, sum = 0.f;  // NaN where something is not finite
+
+  template <typename T>
+  Steps(const LinearArgs& args, Operand operand, const T* x, int64_t first, int64_t end, void* to) {
+    Vec most{};
+    IntVec finite = IntVec{} == 0, total{};
+    for (int64_t i = first; i < end; i += kLanes) {
+      const Vec size = bits<Vec>(bits<IntVec>(scaled(args, x, i)) & 0x7fffffff);
+      most = maximum(size, most);
+      finite &= size <= 3.4028235e38f;
+    }
+    const bool good = largest(select(finite, Vec{}, broadcast(1.f))) == 0.f;
+    const float top = largest(most), factor = top > 0.f && good ? 127.f / top : 0.f;
+    step = good ? top / 127.f : __builtin_nanf("");
+    for (int64_t i = first; i < end; i += kLanes) {
+      const Vec shifted = (good ? scaled(args, x, i) : Vec{}) * factor + 12582912.f;  // 1.5 * 2^23: rounds to an integer
+      const IntVec integers = bits<IntVec>(shifted) - 0x4b400000;
+      if (operand == Operand::float32) {
+        store(static_cast<float*>(to) + i, (shifted - 12582912.f) * (args.group ? step : 1.f));
+        continue;
+      }
+      typedef uint8_t Narrow __attribute__((vector_size(kLanes)));
+      const Narrow bytes = __builtin_convertvector(bits<BitVec>(integers) + (operand == Operand::quads ? kShift : 0), Narrow);
+      __builtin_memcpy(static_cast<uint8_t*>(to) + i, &bytes, sizeof bytes);
+      total += integers;
+    }
+    for (int i = 0; i < kLanes; ++i) sum += static_cast<float>(total[i]);
+  }
+};
+
+// A row of x as operands at `to`, with zeros up to a multiple of the lanes or 64 bytes. Returns the row's scale. `numbers` are
+// those of its groups.
 template <typename T>
-static float prepare_row(const LinearArgs& args, Operand operand, const T* x, void* to) {
+static float prepare_row(const LinearArgs& args, Operand operand, const T* x, void* to, float* numbers) {
   const int64_t filled = rounded_up(args.k, kLanes) * operand_bytes(operand);
   __builtin_memset(static_cast<uint8_t*>(to) + filled, 0, rounded_up(filled, 64) - filled);
-  if (!args.rows_in_int8) {
-    for (int64_t i = 0; i < args.k; i += kLanes) {
-      const Vec v = scaled(args, x, i);
-      if (operand == Operand::pairs) {
-        store(static_cast<BFloat16*>(to) + i, v);
-      } else {
-        store(static_cast<float*>(to) + i, v);
-      }
-    }
-    return 1.f;
+  if (args.rows_in_int8 && args.group == 0) return Steps(args, operand, x, 0, args.k, to).step;
+  for (int64_t k0 = 0; args.rows_in_int8 && k0 < args.k; k0 += args.group) {
+    const Steps made(args, operand, x, k0, k0 + args.group < args.k ? k0 + args.group : args.k, to);
+    if (operand == Operand::groups) *numbers++ = made.step, *numbers++ = made.step * made.sum;
   }
-  Vec most{};
-  IntVec finite = IntVec{} == 0;
-  for (int64_t i = 0; i < args.k; i += kLanes) {
-    const Vec size = bits<Vec>(bits<IntVec>(scaled(args, x, i)) & 0x7fffffff);
-    most = maximum(size, most);
-    finite &= size <= 3.4028235e38f;
-  }
-  const bool good = largest(select(finite, Vec{}, broadcast(1.f))) == 0.f;
-  const float top = largest(most), factor = top > 0.f && good ? 127.f / top : 0.f;
-  for (int64_t i = 0; i < args.k; i += kLanes) {
-    const Vec shifted = (good ? scaled(args, x, i) : Vec{}) * factor + 12582912.f;  // 1.5 * 2^23: rounds to an integer
-    if (operand == Operand::quads) {
-      typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-      const Bytes bytes = __builtin_convertvector(bits<BitVec>(shifted) - 0x4b400000 + kShift, Bytes);
-      __builtin_memcpy(static_cast<uint8_t*>(to) + i, &bytes, sizeof bytes);
+  for (int64_t i = 0; !args.rows_in_int8 && i < args.k; i += kLanes) {
+    const Vec v = scaled(args, x, i);
+    if (operand == Operand::pairs) {
+      store(static_cast<BFloat16*>(to) + i, v);
     } else {
-      store(static_cast<float*>(to) + i, shifted - 12582912.f);
+      store(static_cast<float*>(to) + i, v);
     }
   }
-  return good ? top / 127.f : __builtin_nanf("");
+  return 1.f;
 }
 
-static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_bytes) {
+static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_bytes, float* numbers) {
   auto* rows = static_cast<uint8_t*>(args.scratch);
   auto* scales = static_cast<float*>(static_cast<void*>(rows + args.rows * row_bytes));
-  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, operand, row_bytes](int64_t r) {
-    uint8_t* to = rows + r * row_bytes;
+  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, operand, row_bytes, numbers](int64_t r) {
+    const auto prepare = [&](const auto* x) {
+      float* of_row = operand == Operand::groups ? numbers + 2 * r * num_groups(args) : nullptr;
+      scales[r] = prepare_row(args, operand, x + r * args.x_stride, rows + r * row_bytes, of_row);
+    };
     switch (args.x_type) {
-      case Type::float32: scales[r] = prepare_row(args, operand, static_cast<const float*>(args.x) + r * args.x_stride, to); break;
-      case Type::bfloat16: scales[r] = prepare_row(args, operand, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to); break;
-      default: scales[r] = prepare_row(args, operand, static_cast<const Float16*>(args.x) + r * args.x_stride, to); break;
+      case Type::float32: return prepare(static_cast<const float*>(args.x));
+      case Type::bfloat16: return prepare(static_cast<const BFloat16*>(args.x));
+      default: return prepare(static_cast<const Float16*>(args.x));
     }
   });
 }
@@ -852,9 +1021,14 @@ static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
   }
 }
 
-static void sum_rows(const LinearArgs& args, float* sums) {
-  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, sums](int64_t r) {
-    float* to = sums + r * (args.k / kMinimumGroup);
+// Of rows as they are multiplied: of prepared ones, `row_bytes` apart, if they are rounded to integers.
+static void sum_rows(const LinearArgs& args, int64_t row_bytes, float* sums) {
+  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, row_bytes, sums](int64_t r) {
+    float* to = sums + r * num_groups(args);
+    if (args.rows_in_int8) {
+      const void* row = static_cast<const uint8_t*>(args.scratch) + r * row_bytes;
+      return sum_groups(args, static_cast<const float*>(row), to);
+    }
     switch (args.x_type) {
       case Type::float32: return sum_groups(args, static_cast<const float*>(args.x) + r * args.x_stride, to);
       case Type::bfloat16: return sum_groups(args, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to);
@@ -902,11 +1076,11 @@ struct Rows {  // of x, as operands
   const uint8_t* data;
   int64_t bytes;        // from one to the next
   const float* scales;  // of the rows, or null
-  const float* sums;    // [rows, k / kMinimumGroup], or null
+  const float* numbers; // of groups of the rows, or null
 
   // Of row `r`, over the block from k0 on.
   float sum(const LinearArgs& args, int64_t r, int64_t k0) const {
-    return sums == nullptr ? 0.f : sums[r * (args.k / kMinimumGroup) + k0 / kMinimumGroup];
+    return numbers == nullptr ? 0.f : numbers[r * num_groups(args) + k0 / args.group];
   }
 };
 
@@ -938,6 +1112,29 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
   }
 }
 
+// add_panel_block for rows of int8; `weights` are the group in the panel.
+static void add_panel_group(const LinearArgs& args, const Rows& x, Range rows, int64_t p, Range k, const uint8_t* weights,
+                            float* totals) {
+  const BlockScales scales(args, k.begin, p * kColumns);
+  const bool is_fp4 = args.weight_type == Type::fp4;
+  const int offset = args.weight_type == Type::int8 ? kAboveZero : is_fp4 ? 12 : has_minimums(args) ? 0 : 8;
+  const ZeroPoints zeros(args, k.begin, p * kColumns, offset);
+  GroupWeights group{weights, {}, {}};
+  for (int v = 0; v < kVectors; ++v) {
+    group.scales[v] = is_fp4 ? scales.of[v] * 0.5f : scales.of[v];
+    group.less[v] = __builtin_convertvector(zeros.of[v], Vec) * group.scales[v] + scales.less[v];
+  }
+  const int64_t count = rows.end - rows.begin, tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
+  const int64_t stride = 2 * num_groups(args);
+  if (k.begin == 0) __builtin_memset(totals, 0, count * kColumns * sizeof(float));
+  for (int64_t r = rows.begin; r < rows.end; r += tile_rows, totals += tile_rows * kColumns) {
+    const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
+    const auto* from = static_cast<const int8_t*>(static_cast<const void*>(x.data + r * x.bytes + k.begin));
+    const GroupRows of{from, x.bytes, x.numbers + r * stride + 2 * (k.begin / args.group), stride};
+    add_group_of<kRows>(args.weight_type, left, of, group, k.end - k.begin, totals);
+  }
+}
+
 // The sums of one panel for `rows` of x, into totals[rows][kColumns] of that panel.
 static void add_panel_block(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k, float* totals,
                             TileShapes& shapes) {
@@ -949,6 +1146,7 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   if (by_tiles(args, operand)) {
     return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), totals, shapes);
   }
+  if (operand == Operand::groups) return add_panel_group(args, x, rows, p, k, static_cast<const uint8_t*>(weights), totals);
   const BlockScales scales(args, k.begin, p * kColumns);
   const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
   for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
@@ -1015,19 +1213,18 @@ INLINE int64_t in_streams(int64_t item, int64_t count, int64_t threads) {
 static void multiply(const LinearArgs& args) {
   const Operand operand = operand_of(args);
   Rows x{};
+  auto* after = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + operands_bytes(args, operand)));
+  float* numbers = group_numbers(args, operand) ? after : nullptr;
   if (direct(args, operand)) {
     x.data = static_cast<const uint8_t*>(args.x), x.bytes = args.x_stride * operand_bytes(operand);
   } else {
     x.bytes = prepared_bytes(operand, args.k);
-    prepare_rows(args, operand, x.bytes);
+    prepare_rows(args, operand, x.bytes, numbers);
     x.data = static_cast<const uint8_t*>(args.scratch);
     x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
   }
-  if (has_minimums(args)) {
-    auto* sums = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + operands_bytes(args, operand)));
-    sum_rows(args, sums);
-    x.sums = sums;
-  }
+  if (group_numbers(args, operand) == 1) sum_rows(args, x.bytes, numbers);
+  x.numbers = numbers;
   const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;
   const int64_t run = num_panels / (kItemsPerThread * args.threads);
   const int64_t together = args.rows >= kManyRows ? kItemPanels : run > 1 ? run : 1;

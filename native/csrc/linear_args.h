@@ -50,7 +50,8 @@ struct LinearArgs {
   int64_t group;          // weights of a scale, a power of 2 from 8 to 256; 0: all of a column
   const int8_t* zeros;    // int8 and int4: what is subtracted from values, with the sizes of scales; or null
   const float* in_scales; // [k] factors of x, or null
-  bool rows_in_int8;      // int8 with group 0, without zeros: quantise each row of x, symmetrically
+  bool rows_in_int8;      // quantise x symmetrically: each row for int8 with group 0 and no zeros, and each group of a row for
+                          // int8, int4 and fp4 with groups of 16 and more
   const void* bias;       // [n] of x_type, or null
   void* out;              // [rows, n], rows `out_stride` elements apart
   int64_t out_stride;

@@ -184,8 +184,11 @@ LinearArgs product_args(Type x_type, int64_t rows, int64_t k, const ProductWeigh
   args.rows = rows, args.k = args.x_stride = k, args.n = args.out_stride = weight.n;
   STD_TORCH_CHECK(args.weight_type == x_type || !is_float(args.weight_type), "x and weight differ in type");
   set_weight(args, weight.packed, {weight.scales, weight.zeros, weight.factors, weight.group});
-  STD_TORCH_CHECK(!weight.rows_in_int8 || (args.weight_type == Type::int8 && k <= 65536 && weight.group == 0 && !weight.zeros),
-                  "rows are quantised for int8 weights of at most 65536 columns, with a scale each");
+  const bool in_groups = weight.group >= 16 && (args.weight_type == Type::int8 || args.weight_type == Type::int4 || args.weight_type == Type::fp4);
+  const bool in_rows = args.weight_type == Type::int8 && k <= 65536 && weight.group == 0 && !weight.zeros;
+  STD_TORCH_CHECK(!weight.rows_in_int8 || in_groups || in_rows,
+                  "rows are quantised for int8 weights of at most 65536 columns with a scale each and no zero point, and for int8, "
+                  "int4 and fp4 weights with groups of 16 and more");
   args.rows_in_int8 = weight.rows_in_int8;
   if (weight.bias) {
     check_dense(*weight.bias, "bias", scalar_type(x_type), weight.n);

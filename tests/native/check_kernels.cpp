@@ -262,6 +262,7 @@ int main() {
       check_linear(format, Type::int8, false, rows, n, k);
       check_linear(format, Type::int8, true, rows, n, k);
       check_linear(format, Type::int4, false, rows, n, k);
+      check_linear(format, Type::int4, true, rows, n, k);
     }
     for (const bool scaled : {false, true}) {
       check_attention(format, 0, 0, false, scaled);

@@ -10,7 +10,7 @@ from triton_checks import sparse
 
 from pagetide import native
 from pagetide.engine.layers.linears import TYPES as TYPE_NUMBERS
-from pagetide.engine.layers.quantization import QuantizedWeight
+from pagetide.engine.layers.quantization import QuantizedWeight, quantized_rows
 from pagetide.engine.layers.quantized_linears import pack
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
@@ -124,6 +124,17 @@ FORMS = [
 ]  # fmt: skip
 
 
+def check_rounded_groups(weight, x):
+    """Each group of a row is rounded by itself, whatever other rows there are, if the form suits."""
+    packed = pack(weight).for_inputs(torch.bfloat16)
+    assert packed.rows_in_int8 == (weight.form != "fp8" and weight.group >= 16)
+    if packed.rows_in_int8:
+        out, inputs = packed.product(x, None), x if weight.order is None else x[:, weight.order]
+        right = quantized_rows(inputs.float(), weight.group).double() @ replace(weight, order=None).dequantized().double().T
+        assert_near(out, right, x.dtype, 1000 if x.dtype == torch.float32 else 4)  # a value may lie between two steps
+        assert torch.equal(out[-1:], packed.product(x[-1:], None))
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_published_forms(dtype):
     """Values of every form with scales of every type, in groups and not, with zero points and an order of inputs."""
@@ -143,6 +154,7 @@ def test_published_forms(dtype):
             out = pack(weight).product(x, None)
             assert_near(out, x.double() @ weight.dequantized().double().T, dtype)
             assert torch.equal(out[-1:], pack(weight).product(x[-1:], None))
+            check_rounded_groups(weight, x)
             if order is None:
                 rows_of_it = pack(weight).rows(torch.tensor([n - 1, 0]), dtype)
                 assert rows_of_it.dtype == dtype
@@ -179,6 +191,7 @@ def test_scales_with_factors(form, scaling, dtype):
         out = packed.product(x, bias)
         assert_near(out, x.double() @ whole.double().T + bias.double(), dtype, 2)
         assert torch.equal(out[-1:], packed.product(x[-1:], bias))
+        check_rounded_groups(weight, x)
         ids = torch.tensor([[n - 1, 0], [n // 2, 0]])
         assert torch.allclose(packed.rows(ids, dtype).double(), whole[ids].double(), rtol=ERRORS[dtype], atol=1e-6)
 
@@ -235,7 +248,7 @@ def test_the_sums_of_a_row_depend_on_it_alone():
             scales = torch.rand((-(-k // 64), n) if kind == INT4 else n, generator=generator)
         packed = torch.ops.pagetide.pack_weight(weight, kind)
         before = torch.get_num_threads()
-        for rows_in_int8 in (False, True) if kind == INT8 else (False,):
+        for rows_in_int8 in (False, True) if kind >= INT8 else (False,):
             group = 64 if kind == INT4 else 0
             whole = product(x, packed, kind, n, None, scales, group, None, rows_in_int8)
             try:

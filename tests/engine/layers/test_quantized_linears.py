@@ -54,7 +54,7 @@ def test_perplexity_stays_within_its_bounds(make, bounds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("form", "rows_in_int8"), [("int8", True), ("int8", False), ("int4", False)])
+@pytest.mark.parametrize(("form", "rows_in_int8"), [("int8", True), ("int8", False), ("int4", True), ("int4", False)])
 def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(150, 70, dtype=dtype).requires_grad_(False)
@@ -64,7 +64,7 @@ def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
     weight = made.dequantized().double() / scales
     x = torch.randn(3, 5, 150, dtype=dtype)
     inputs = x.float() * scales
-    expected = F.linear((quantized_rows(inputs) if rows_in_int8 else inputs).double(), weight, linear.bias.double())
+    expected = F.linear((quantized_rows(inputs, made.group) if rows_in_int8 else inputs).double(), weight, linear.bias.double())
     bias = linear.bias.clone()
     layer = quantize_linear(linear, method, dtype)
     assert layer.weight.shape == (70, 150) and layer.weight.is_meta and linear.weight.is_meta
