@@ -28,14 +28,12 @@ class Retention:
         num_tokens: Of the prompt's beginning; None: all of it.
         owner: Its hints share `max_blocks`.
         max_blocks: That hints of the owner retain at the same time; None: no limit.
-        pin: The name of a pin that holds the blocks from then on (pinned_prefixes.py); empty: none.
     """
 
     seconds: float
     num_tokens: int | None = None
     owner: str = ""
     max_blocks: int | None = None
-    pin: str = ""
 
 
 class RetainedPrefixes:

@@ -172,7 +172,6 @@ class AsyncLLM(AsyncCalls):
             thread.run_with_engine(loop.create_future(), lambda _: thread.intake.unpin(one))
 
         with OnError(unpin):
-            await _send(thread.run_with_engine, lambda _: thread.intake.open_pin(one, cache_salt))
             (output,) = await self._outputs(lambda _: [one], 0, cache_salt)
             pinned: PinnedPrefix = await _send(thread.run_with_engine, lambda _: thread.intake.pinned(one, output))
             return pinned

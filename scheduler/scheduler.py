@@ -127,10 +127,6 @@ class Scheduler:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`."""
         admission.check_request(self.state, request)
 
-    def open_pin(self, name: str, token_ids: Int32, cache_salt: bytes | None) -> None:
-        """Open a pin for the full blocks of a prompt: see `admission.open_pin`. Raises RequestRejected."""
-        admission.open_pin(self.state, name, token_ids, cache_salt)
-
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
         """End a request in any state. The next `StepOutputs` contain its `Finished`, once.
 

@@ -539,8 +539,11 @@ class SchedulerState:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
         updates = self.cache.commit(row, chain, computed, is_prompt)
         request = sequence.request
-        if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
-            self.cache.retain(row, chain, num_prompt, request.retention, self.now)
+        if computed >= (num_prompt := len(request.prompt_token_ids)):
+            if request.retention is not None:
+                self.cache.retain(row, chain, num_prompt, request.retention, self.now)
+            if request.pin:
+                self.cache.pin(row, num_prompt, request.pin)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

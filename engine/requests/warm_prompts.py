@@ -64,11 +64,8 @@ def _compute(entry: Any, manager: RequestManager) -> bool:
         raise RequestRejected(f"`pin` is true or false, got {pins!r:.80}")
     intake = manager.intake
     (one,) = intake.encode_pin(_prompt_of(entry, intake))
-    assert one.retention is not None
-    if pins:
-        intake.open_pin(one, None)
-    else:
-        one = one._replace(retention=None)
+    if not pins:
+        one = one._replace(pin="")
     with OnError(lambda: intake.unpin(one)):
         one.prepared.compile()
         (group,) = manager.submit([one], 0, None)

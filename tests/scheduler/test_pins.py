@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import World
 
 from pagetide.cache.layer_groups import LayerGroup
-from pagetide.cache.retention import Retention
 from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import Request, Sampling
@@ -21,11 +23,15 @@ def prompt_of(number: int, num_blocks: int) -> np.ndarray:
     return np.array([(37 * number + token) % 900 for token in range(BLOCK * num_blocks)], np.int32)
 
 
+def pin_of(name: str, number: int, num_blocks: int) -> Request:
+    """A request that pins a prompt."""
+    return Request(name, prompt_of(number, num_blocks), Sampling(1), pin=name)
+
+
 def pin(world: World, number: int, num_blocks: int) -> str:
     """Pin a prompt and compute it. Returns the pin's name."""
-    name, tokens = f"pin {number} {num_blocks}", prompt_of(number, num_blocks)
-    world.scheduler.open_pin(name, tokens, None)
-    world.add_request(Request(f"{name} {len(world.requests)}", tokens, Sampling(1), retention=Retention(0.0, pin=name)))
+    name = f"pin {number} {num_blocks}"
+    world.add_request(pin_of(name, number, num_blocks))
     world.run()
     world.scheduler.check_invariants()
     return name
@@ -76,15 +82,14 @@ def test_a_pinned_prefix_outlives_every_load_until_it_is_unpinned(more) -> None:
 def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() -> None:
     world = World(24, BLOCK, caching=True, max_model_len=40)
     first = pin(world, 1, 8)
-    world.scheduler.open_pin("to come", prompt_of(2, 4), None)
+    world.add_request(pin_of("to come", 2, 4))
     with pytest.raises(RequestRejected, match="takes 3 more blocks, and 2 may be pinned: of 24 blocks 12 are pinned"):
-        world.scheduler.open_pin("pin", prompt_of(3, 3), None)
-    world.scheduler.open_pin("more of the first", np.append(prompt_of(1, 8), prompt_of(4, 2)), None)
-    world.cache.unpin("more of the first")
+        world.add_request(pin_of("pin", 3, 3))
+    world.scheduler.check(replace(pin_of("pin", 1, 8), prompt_token_ids=np.append(prompt_of(1, 8), prompt_of(4, 2)[:7])))
     world.add("longest", 39, 1)
     world.run()
     with pytest.raises(RequestRejected, match="full blocks of 4 tokens, and the prefix has 3"):
-        world.scheduler.open_pin("pin", prompt_of(3, 1)[:3], None)
+        world.add_request(replace(pin_of("pin", 3, 1), prompt_token_ids=prompt_of(3, 1)[:3]))
     world.cache.reset()
     assert pins_of(world) == (0, 0, 2)
     assert not world.cache.unpin(first)
@@ -94,17 +99,15 @@ def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() 
 
 def test_what_cannot_be_pinned_is_refused() -> None:
     with pytest.raises(RequestRejected, match="leave prefix_caching on"):
-        World(24, BLOCK).scheduler.open_pin("pin", prompt_of(1, 2), None)
+        World(24, BLOCK, max_model_len=40).add_request(pin_of("pin", 1, 2))
     windows = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), LayerGroup(8)))
     with pytest.raises(RequestRejected, match="layers with windows or states"):
-        windows.scheduler.open_pin("pin", prompt_of(1, 2), None)
+        windows.add_request(pin_of("pin", 1, 2))
 
 
 def test_a_pin_that_has_ended_before_its_prompt_is_computed_holds_nothing() -> None:
     world = World(24, BLOCK, caching=True, max_model_len=40, max_step_tokens=8)
-    tokens = prompt_of(1, 5)
-    world.scheduler.open_pin("pin", tokens, None)
-    world.add_request(Request("r", tokens, Sampling(1), retention=Retention(0.0, pin="pin")))
+    world.add_request(pin_of("pin", 1, 5))
     world.step()
     assert world.cache.unpin("pin")
     world.complete()
@@ -189,12 +192,8 @@ def test_random_lives_with_pins(seed: int) -> None:
             tokens = np.append(prompt_of(number, int(rng.integers(1, 6))), rng.integers(0, 900, rng.integers(1, 9)))
             world.add(f"r{turn}", tokens.astype(np.int32), int(rng.integers(1, 12)), arrival=float(turn))
         elif choice == 4:
-            tokens, name = prompt_of(number, int(rng.integers(1, 6))), f"pin {turn}"
-            try:
-                world.scheduler.open_pin(name, tokens, None)
-            except RequestRejected:
-                continue
-            world.add_request(Request(name, tokens, Sampling(1), 0, turn, retention=Retention(0.0, pin=name)))
+            with suppress(RequestRejected):
+                world.add_request(replace(pin_of(f"pin {turn}", number, int(rng.integers(1, 6))), arrival=float(turn)))
         elif choice == 5:
             world.cache.unpin(f"pin {rng.integers(max(1, turn))}")
         elif choice == 6 and not world.begun and world.scheduler.state.plans.first is None:
