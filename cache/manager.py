@@ -373,4 +373,5 @@ class CacheManager:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
         self.row_tables.check_invariants(self.index)
         self.index.check_invariants()
+        self.pins.check_invariants(self.index)
         self.swapping.check_invariants(self.index.blocks.used)

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cache.block_table import Int32
 from ..cache.prefix_index import NO_HIT
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
 from .forecast import ForecastPeak
@@ -60,7 +59,7 @@ def check_request(state: SchedulerState, request: Request) -> None:
 
 
 def _check_pin(state: SchedulerState, request: Request) -> None:
-    """Raise RequestRejected if the prompt's full blocks cannot be pinned. Pins leave room for a request of the greatest length."""
+    """Raise RequestRejected if the prompt cannot be pinned. Pins leave room for one request of the greatest length."""
     cache, size, token_ids = state.cache, state.cache.block_size, request.prompt_token_ids
     if not cache.index.capacity:
         raise RequestRejected("a pin holds blocks of the prefix cache, which is off: leave prefix_caching on")

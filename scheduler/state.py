@@ -426,6 +426,7 @@ class SchedulerState:
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
         self.cache.check_invariants()
+        assert self.cache.pins.num_blocks <= max(0, self.most_pinned), "pins leave too little"
         for request_id, sequence in self.by_id.items():
             status = sequence.status
             assert sequence.request.request_id == request_id, f"{request_id!r} names another request"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -16,16 +17,7 @@ from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import (
-    Prompt,
-    PromptInput,
-    Prompts,
-    checked_priority,
-    conversations,
-    encode_pairs,
-    pair_params,
-    parse_prompt,
-)
+from .inputs import Prompt, PromptInput, Prompts, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
 from .outputs import PinnedPrefix, RequestOutput
 from .states import RequestGroup
 
@@ -63,7 +55,7 @@ class RequestIntake:
     def encode_pin(self, prompt: Prompt) -> list[PromptInput]:
         """As `encode_one`, for a request that computes the prompt and pins it."""
         (one,) = self.encode_one(prompt, SamplingParams(max_new_tokens=1, temperature=0, n=1, num_beams=1))
-        return [one._replace(pin=f"pin {next(self.numbers)}")]
+        return [one._replace(pin=f"pin {secrets.token_hex(8)}")]
 
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of one prompt."""
