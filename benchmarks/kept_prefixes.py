@@ -2,7 +2,7 @@
 
     python -m benchmarks.kept_prefixes [--json FILE] [--hidden 1024] [--layers 16] [--kv-heads 8] [--vocab 8192]
                                        [--tokens 8000] [--rounds 3] [--seed 0] [--keep DIR] [--no-restart] [--no-unused]
-    python -m benchmarks.kept_prefixes --traces [--data DIR] [--requests N] [--json FILE]
+    python -m benchmarks.kept_prefixes --traces [--data DIR] [--requests N] [--json FILE] [--plot FILE]
 
 A random Qwen2-like model in bfloat16 is saved, and an engine with a disk tier computes a prompt of so many tokens and ends.
 With `--keep` an interrupted run goes on where it was. The next engines get the prompt with 64 other tokens behind it. Beside
@@ -158,10 +158,44 @@ def frontier(name: str, prompts: Sequence[Prompt], memories: Sequence[int], shar
     return figures
 
 
+def plot(figures: Sequence[Figure], path: Path) -> None:
+    """Draw hits over writes of the `figures` of traces, for each trace, and each memory above the tier."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "kept prefixes",
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "svg.fonttype": "none",
+    }
+    import matplotlib.pyplot as plt
+
+    points: dict[str, dict[str, list[tuple[str, float, float]]]] = {}
+    value_of = {figure.name: figure.value for figure in figures}
+    for name in value_of:
+        label, _, what = name.rpartition(": ")
+        if what.startswith("hits of the endless"):
+            trace, memory, share = label.split(", ")
+            one = share.removesuffix(" on disk"), value_of[f"{label}: times each block is written"], value_of[name]
+            points.setdefault(trace, {}).setdefault(memory, []).append(one)
+    figure, axes = plt.subplots(1, len(points), figsize=(3.6 * len(points), 3), squeeze=False, layout="constrained")
+    for axis, (trace, lines) in zip(axes[0], points.items(), strict=True):
+        for (memory, found), marker in zip(lines.items(), "os", strict=False):
+            axis.plot([one[1] for one in found], [one[2] for one in found], marker=marker, markersize=4, label=memory)
+        for share, written, hits in next(iter(lines.values())):
+            axis.annotate(share, (written, hits), textcoords="offset points", xytext=(5, -10))
+        axis.axhline(0.95, color="grey", linewidth=0.7, linestyle=":")
+        axis.set(title=trace, xlabel="times that each block is written", ylabel="hits, of an endless pool's", ylim=(0.4, 1.03))
+    axes[0, 0].legend(loc="lower left", title="numbers: share of blocks on disk")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, rounds=3)
     add_data(parser, "the public traces", "no traces")
     parser.add_argument("--traces", action="store_true", help="hits against writes on the traces, and nothing else")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw that, with matplotlib of the extra `examples`")
     parser.add_argument("--requests", type=whole, metavar="N", help="of the traces, the first N of each only")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the model and the files here; use those that are here")
     parser.add_argument("--no-restart", action="store_true", help="leave out the restarts")
@@ -178,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         read = {name: load(make(args.data), size)[: args.requests] for name, (make, size) in TRACES.items()}
         figures = [one for name, prompts in read.items() for one in frontier(name, prompts, (0, 5_000), (0.1, 0.25, 0.5, 1.0))]
         report("Kept prefixes on traces", figures, args.seed, args.json)
+        if args.plot is not None:
+            plot(figures, args.plot)
         return
     heads = max(2, args.hidden // 64)
     engine = {"device": "cpu", "dtype": "bfloat16", "share": False, "kv_memory": "1GiB", "max_seqs": 8}
