@@ -231,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = []
         if not args.no_restart:
             kept = {**engine, "disk_kv_memory": "8GiB", "disk_kv_path": str(folder / "kv")}
-            tails = draw.integers(1, args.vocab, (2 * args.rounds, TAIL)).tolist()
+            # other ones in each run: those of an earlier one are on disk
+            tails = np.random.default_rng().integers(1, args.vocab, (2 * args.rounds, TAIL)).tolist()
             figures += restarts(saved, prompt, tails, kept)
         if not args.no_unused:
             figures += unused(saved, args, engine)
