@@ -285,18 +285,18 @@ class CacheManager:
         return updates
 
     def retain(self, row: int, chain: Chain, num_tokens: int, retention: Retention, now: float) -> None:
-        """Retain the full blocks of `row`'s first `num_tokens` tokens, those of `chain`, here and on disk as a hint says; pin
-        those here if it names a pin. They are committed.
+        """Retain the full blocks of `row`'s first `num_tokens` tokens, those of `chain`, here and on disk as a hint says. They
+        are committed.
         """
         if self.disk is not None:
-            self.disk.committed(chain, num_tokens // self.block_size, None if retention.pin else retention)
+            self.disk.committed(chain, num_tokens // self.block_size, retention)
         if retention.num_tokens is not None:
             num_tokens = min(num_tokens, retention.num_tokens)
-        blocks = self.row_tables.anchor.blocks[0, row, : num_tokens // self.block_size]
-        if retention.pin:
-            self.pins.hold(retention.pin, blocks, self.index)
-        else:
-            self.index.retain(blocks, retention, now)
+        self.index.retain(self._full_blocks(row, num_tokens), retention, now)
+
+    def pin(self, row: int, num_tokens: int, name: str) -> None:
+        """Let pin `name` hold the full blocks of `row`'s first `num_tokens` tokens, which are committed."""
+        self.pins.hold(name, self._full_blocks(row, num_tokens), self.index)
 
     def unpin(self, name: str) -> bool:
         """End pin `name`. Returns whether it was there."""
@@ -310,6 +310,10 @@ class CacheManager:
         name = self.pins.end_newest(self.index)
         log.warning("%s has ended: its blocks are needed, %d of %d stay pinned", name, self.pins.num_blocks, before)
         self.swapping.trim()
+
+    def _full_blocks(self, row: int, num_tokens: int) -> Int32:
+        blocks: Int32 = self.row_tables.anchor.blocks[0, row, : num_tokens // self.block_size]
+        return blocks
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
         """Make the first `full` blocks of `row` findable."""
@@ -369,4 +373,5 @@ class CacheManager:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
         self.row_tables.check_invariants(self.index)
         self.index.check_invariants()
+        self.pins.check_invariants(self.index)
         self.swapping.check_invariants(self.index.blocks.used)

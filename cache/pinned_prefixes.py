@@ -102,5 +102,13 @@ class PinnedPrefixes:
             self.end(name, index)
             self.num_lost += 1
 
+    def check_invariants(self, index: PrefixIndex) -> None:
+        """Check that each pin holds a chain from its root, on the device. Raises AssertionError."""
+        for name, pin in self._pins.items():
+            assert len(pin.nodes) <= pin.num_blocks, f"{name} holds more than it was opened for"
+            assert index.is_chain(pin.nodes), f"{name} holds no chain"
+            assert (index.blocks.of_node[pin.nodes] >= 0).all(), f"{name} holds a block that is not on the device"
+        assert self.num_blocks == len({node for pin in self._pins.values() for node in pin.nodes.tolist()}), "pinned blocks"
+
     def _count(self) -> None:
         self.num_blocks = len(np.unique(np.concatenate((_NO_NODES, *self.nodes))))

@@ -158,6 +158,10 @@ class PrefixIndex:
         self._hits[hit.nodes] += 1
         self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
 
+    def is_chain(self, nodes: Nodes) -> bool:
+        """Whether `nodes` are all blocks of a prefix, from its root on."""
+        return not len(nodes) or np.array_equal(self._tree.path_to(int(nodes[-1])), nodes)
+
     def retain(self, blocks: BlockIds, retention: Retention, now: float) -> None:
         """Retain the first of `blocks`, of a chain from its root that a sequence uses, as far as they are findable."""
         nodes = self.blocks.node_at[blocks]

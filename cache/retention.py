@@ -28,14 +28,24 @@ class Retention:
         num_tokens: Of the prompt's beginning; None: all of it.
         owner: Its hints share `max_blocks`.
         max_blocks: That hints of the owner retain at the same time; None: no limit.
-        pin: The name of a pin that holds the blocks from then on (pinned_prefixes.py); empty: none.
+
+    Raises:
+        ValueError: a value is not of its type, or negative.
     """
 
     seconds: float
     num_tokens: int | None = None
     owner: str = ""
     max_blocks: int | None = None
-    pin: str = ""
+
+    def __post_init__(self) -> None:
+        counts = (self.num_tokens, self.max_blocks)
+        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:
+            raise ValueError(f"seconds must be 0 or more, got {self.seconds!r:.80}")
+        if any(one is not None and (not isinstance(one, int) or one < 0) for one in counts):
+            raise ValueError(f"num_tokens and max_blocks must be None, or integers of 0 or more, got {counts!r:.80}")
+        if not isinstance(self.owner, str):
+            raise ValueError(f"owner must be a text, got {self.owner!r:.80}")
 
 
 class RetainedPrefixes:

@@ -165,14 +165,7 @@ class AsyncLLM(AsyncCalls):
         """Compute a prefix, unless it is cached, and keep it in memory until `unpin_prefix`: see `LLM.pin_prefix`."""
         thread = self._engine_thread
         (one,) = await _send(thread.run_with_encoder, lambda: thread.intake.encode_pin(prompt))
-        loop = asyncio.get_running_loop()
-
-        def unpin() -> None:
-            """Behind the messages of what may be cancelled here. Its result is not awaited."""
-            thread.run_with_engine(loop.create_future(), lambda _: thread.intake.unpin(one))
-
-        with OnError(unpin):
-            await _send(thread.run_with_engine, lambda _: thread.intake.open_pin(one, cache_salt))
+        with OnError(lambda: thread.unpin(one)):
             (output,) = await self._outputs(lambda _: [one], 0, cache_salt)
             pinned: PinnedPrefix = await _send(thread.run_with_engine, lambda _: thread.intake.pinned(one, output))
             return pinned

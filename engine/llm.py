@@ -291,8 +291,7 @@ class LLM:
         """
         thread = self._engine_thread
         (one,) = thread.intake.encode_pin(prompt)
-        with OnError(lambda: thread.ask(thread.run_with_engine, lambda _: thread.intake.unpin(one))):
-            thread.ask(thread.run_with_engine, lambda _: thread.intake.open_pin(one, cache_salt))
+        with OnError(lambda: thread.unpin(one)):
             call = self._begin([one], 0, cache_salt)
             try:
                 (output,) = self._outputs(call, False)

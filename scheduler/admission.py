@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cache.block_table import Int32
 from ..cache.prefix_index import NO_HIT
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
 from .forecast import ForecastPeak
@@ -55,21 +54,20 @@ def check_request(state: SchedulerState, request: Request) -> None:
             f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens{tables}, the whole "
             f"pool has {cache.pool.capacity:,}: shorten it, or give the engine more kv_memory"
         )
+    if request.pin:
+        _check_pin(state, request)
 
 
-def open_pin(state: SchedulerState, name: str, token_ids: Int32, cache_salt: bytes | None) -> None:
-    """Open the pin `name` for the full blocks of a prompt. The request that computes it names the pin in its `Retention`.
-
-    Pins leave room for a request of the greatest length. Raises RequestRejected.
-    """
-    cache, size = state.cache, state.cache.block_size
+def _check_pin(state: SchedulerState, request: Request) -> None:
+    """Raise RequestRejected if the prompt cannot be pinned. Pins leave room for one request of the greatest length."""
+    cache, size, token_ids = state.cache, state.cache.block_size, request.prompt_token_ids
     if not cache.index.capacity:
         raise RequestRejected("a pin holds blocks of the prefix cache, which is off: leave prefix_caching on")
     if cache.row_tables.others:
         raise RequestRejected("a pin needs layers that all read all tokens, and this model has layers with windows or states")
     if (num_blocks := len(token_ids) // size) < 1:
         raise RequestRejected(f"a pin holds full blocks of {size} tokens, and the prefix has {len(token_ids)}")
-    hit = cache.index.lookup(cache.chain(token_ids, cache_salt), len(token_ids))
+    hit = cache.index.lookup(cache.chain(token_ids, request.cache_salt), len(token_ids))
     needed, promised = num_blocks - cache.pins.num_among(hit.nodes), cache.pins.num_promised
     if needed > (room := max(0, state.most_pinned - promised)):
         raise RequestRejected(
@@ -77,12 +75,13 @@ def open_pin(state: SchedulerState, name: str, token_ids: Int32, cache_salt: byt
             f"{state.limit_blocks:,} blocks {promised:,} are pinned, and one request of {cache.max_tokens:,} tokens needs the "
             "others; unpin a prefix, give the engine more kv_memory, or a lower max_model_len"
         )
-    cache.pins.open(name, num_blocks)
 
 
 def add(state: SchedulerState, sequence: Sequence) -> None:
     """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
-    leader, waiting = sequence.leader, state.waiting
+    leader, waiting, request = sequence.leader, state.waiting, sequence.request
+    if request.pin:
+        state.cache.pins.open(request.pin, len(request.prompt_token_ids) // state.cache.block_size)
     if leader is not None and not leader.is_computed:
         waiting.wait_for_prompt(sequence, leader)
         return

@@ -65,7 +65,7 @@ class Request:
     Only requests with the same `cache_salt` share prefixes; None is a key space of its own. `fork_of` names a waiting
     or running request with the same prompt and salt. Tokens `generated` before, in another engine, count as if
     generated here. `label` is the caller's name for it, for watchers: it need not be unique. `retention` is a hint of
-    how long the prompt's blocks are worth keeping.
+    how long the prompt's blocks are worth keeping. `pin` names a new pin of them (cache/pinned_prefixes.py); empty: none.
     """
 
     request_id: str
@@ -78,6 +78,7 @@ class Request:
     generated: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     label: str = ""
     retention: Retention | None = None
+    pin: str = ""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

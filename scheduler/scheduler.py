@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache.block_table import Index, Int32
+from ..cache.block_table import Index
 from ..cache.manager import CacheManager
 from . import admission
 from .cost import SwapCost
@@ -78,6 +78,7 @@ class Scheduler:
         self.stats, self.decisions, self.ends = state.stats, state.decisions, state.ends
         self.pool = ElasticPool(state)
         self._stuck_since = math.inf  # nothing runs, and requests do not fit beside pins
+        self._num_pinned = 0  # blocks, at the last look
 
     def rebuilt(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
         """Return an empty replacement scheduler, and outputs that finish every request with `error`.
@@ -127,10 +128,6 @@ class Scheduler:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`."""
         admission.check_request(self.state, request)
 
-    def open_pin(self, name: str, token_ids: Int32, cache_salt: bytes | None) -> None:
-        """Open a pin for the full blocks of a prompt: see `admission.open_pin`. Raises RequestRejected."""
-        admission.open_pin(self.state, name, token_ids, cache_salt)
-
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
         """End a request in any state. The next `StepOutputs` contain its `Finished`, once.
 
@@ -169,6 +166,7 @@ class Scheduler:
         state.now = now
         self.cache.index.retained.expire(now)
         state.end_aborted()
+        self._look_at_pins()
         if state.waiting.reading:
             state.waiting.requeue_read(0.0 if state.by_row or state.waiting.has_candidates else READ_WAIT_S)
         prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
@@ -198,6 +196,7 @@ class Scheduler:
             raise InvalidCallOrder("a step is planned ahead of the result of one plan: none is out, or two are")
         if state.aborted or len(state.plans.stale):
             return None
+        self._look_at_pins()
         if state.waiting.has_candidates and (self.rows.num_free or state.finishing):
             return None
         if (decided := continuation(state, out)) is None:
@@ -308,6 +307,12 @@ class Scheduler:
             if forks := by_row[row].forks:
                 computed[i] = min(int(computed[i]), *(len(fork.tokens) - 1 for fork in forks))
         return computed
+
+    def _look_at_pins(self) -> None:
+        """Let refused requests be tried again if pins have ended, whatever ended them."""
+        before, self._num_pinned = self._num_pinned, self.cache.pins.num_blocks
+        if self._num_pinned < before:
+            self.state.waiting.look_again()
 
     def _yield_pins(self) -> None:
         """End the newest pin if requests have not begun beside the pins for a while: the pool cannot grow as it should."""

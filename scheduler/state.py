@@ -426,6 +426,7 @@ class SchedulerState:
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
         self.cache.check_invariants()
+        assert self.cache.pins.num_blocks <= max(0, self.most_pinned), "pins leave too little"
         for request_id, sequence in self.by_id.items():
             status = sequence.status
             assert sequence.request.request_id == request_id, f"{request_id!r} names another request"
@@ -539,8 +540,11 @@ class SchedulerState:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
         updates = self.cache.commit(row, chain, computed, is_prompt)
         request = sequence.request
-        if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
-            self.cache.retain(row, chain, num_prompt, request.retention, self.now)
+        if computed >= (num_prompt := len(request.prompt_token_ids)):
+            if request.retention is not None:
+                self.cache.retain(row, chain, num_prompt, request.retention, self.now)
+            if request.pin:
+                self.cache.pin(row, num_prompt, request.pin)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

@@ -3,14 +3,15 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. With a disk tier some prompts are read. With groups, some layers read only a part of each sequence. Ahead, a step
-is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are deferred and
-some copies fail.
+has no memory. With a disk tier some prompts are read. Where all layers read all tokens, some cached prefixes are pinned. With
+groups, some layers read only a part of each sequence. Ahead, a step is mostly planned while the one before is out, and anything
+may happen in between. In a faulty walk some chunks are deferred and some copies fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -22,6 +23,7 @@ from pagetide.cache.layer_groups import LayerGroup, most_columns_in, state_group
 from pagetide.cache.retention import Retention
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
+from pagetide.scheduler.request import Request, Sampling
 
 VARIANTS = tuple(
     "-".join(words)
@@ -168,6 +170,8 @@ def _walk(
             world.cache.reset()
         elif kind < 0.27 and live:
             world.runner.fail.add(str(rng.choice(live)))
+        elif kind < 0.31 and world.cache.index.capacity and layers == "full":
+            _pin(world, n)
         else:
             begun = bool(world.begun)
             world.now += float(rng.random())
@@ -187,6 +191,8 @@ def _walk(
     world.scheduler.pool.limit_blocks = world.cache.pool.capacity
     world.scheduler.pool.grow(world.cache.pool.capacity)
     world.run()
+    for name in world.requests:
+        world.cache.unpin(name)
     world.check_empty()
     assert world.cache.pool.usable == world.cache.pool.capacity
     stats, extents = world.scheduler.stats, len(world.cache.pool.mapped_extents)
@@ -202,6 +208,19 @@ def _hint(rng: np.random.Generator) -> Retention | None:
         return None
     num_tokens, max_blocks = (None if rng.random() < 0.7 else int(rng.integers(1, 60)) for _ in range(2))
     return Retention(float(rng.choice([0.5, 5.0, 50.0])), num_tokens, str(rng.choice(["ann", "bob"])), max_blocks)
+
+
+def _pin(world: World, n: int) -> None:
+    """Pin the beginning of a prompt, or end a pin."""
+    rng, pins = world.rng, sorted(name for name, request in world.requests.items() if request.pin)
+    if pins and rng.random() < 0.4:
+        world.cache.unpin(str(rng.choice(pins)))
+        return
+    room = world.scheduler.state.most_pinned - world.cache.pins.num_promised + 1  # sometimes too much
+    tokens = _alike(world, int(rng.integers(1, max(2, room * world.cache.block_size))))
+    salt = None if rng.random() < 0.8 else b"tenant"
+    with suppress(RequestRejected):
+        world.add_request(Request(f"p{n}", tokens, Sampling(1), int(rng.integers(3)), float(n), salt, pin=f"p{n}"))
 
 
 def _wishes(rng: np.random.Generator) -> dict[str, int]:
@@ -250,7 +269,7 @@ def _withdraw(world: World, name: str) -> None:
     world.finished[name] = end
     world.aborted.add(name)
     if world.rng.random() < 0.5:
-        world.add_request(replace(request, request_id=f"{name}'", generated=end.token_ids, fork_of=None))
+        world.add_request(replace(request, request_id=f"{name}'", generated=end.token_ids, fork_of=None, pin=""))
 
 
 def _fork(world: World, leader: str, n: int) -> None:

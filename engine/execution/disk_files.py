@@ -140,8 +140,8 @@ class DiskFiles:
         """Append `records`, which replace those of whole blocks. They are on disk soon, and lost with the machine. Raises
         OSError.
         """
-        self._append(records)
         self.tidy()
+        self._append(records)
 
     def read(self, records: Records, out: Bytes, goes_on: Callable[[int], bool]) -> int:
         """Read the blocks of `records` to `out` [n, block_bytes], in order, while it `goes_on` with the number read so far.

@@ -206,7 +206,7 @@ class DiskTier:
         _, known, hint = self._fresh.pop(id(chain), (chain, 0, None))
         if retention is not None:
             most = num_blocks * chain.hasher.block_size
-            retention = replace(retention, num_tokens=min(most, retention.num_tokens or most))
+            retention = replace(retention, num_tokens=most if retention.num_tokens is None else min(most, retention.num_tokens))
         if len(self._fresh) < _MOST_FRESH:
             self._fresh[id(chain)] = chain, max(known, num_blocks), retention or hint
 

@@ -145,6 +145,11 @@ class EngineThread(threading.Thread):
         """Call `function` with the engine between two steps and resolve `waiter` with the result. Raises EngineClosed."""
         self._send(partial(self._run, waiter, lambda: function(self._manager.open())))
 
+    def unpin(self, prompt: PromptInput) -> None:
+        """End the pin of `prompt`, if there is one, behind earlier messages. Does nothing once the engine has ended."""
+        with suppress(EngineClosed):
+            self.run_with_engine(Future(), lambda _: self._manager.intake.unpin(prompt))
+
     def look(self, waiter: Waiter, function: Callable[[EngineWatch], Any]) -> None:
         """Call `function` with the watched side of the engine between two steps, and resolve `waiter` with the result.
 

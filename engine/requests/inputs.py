@@ -29,7 +29,8 @@ class PromptInput(NamedTuple):
     """A prompt ready to be queued: its text (None if given as ids), token ids, merged parameters and data derived from these.
 
     `before` is the state of an imported request. `cache_salt` is the prompt's own; None is the call's. `label` is the
-    caller's name for the request, `retention` a hint of how long the prompt is worth keeping.
+    caller's name for the request, `retention` a hint of how long the prompt is worth keeping. `pin` names a new pin
+    of the prompt's blocks; empty: none.
     """
 
     prompt: str | None
@@ -40,6 +41,7 @@ class PromptInput(NamedTuple):
     cache_salt: str | None = None
     label: str = ""
     retention: Retention | None = None
+    pin: str = ""
 
 
 def parse_prompt(prompt: Any) -> tuple[str | Sequence[int], str | None, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...api.sampling_params import SamplingParams
-from ...cache.retention import Retention
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import LogitsProcessor, Request
 from ..shards.processors import serialized
@@ -17,17 +17,7 @@ from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import (
-    Prompt,
-    PromptInput,
-    Prompts,
-    check_cache_salt,
-    checked_priority,
-    conversations,
-    encode_pairs,
-    pair_params,
-    parse_prompt,
-)
+from .inputs import Prompt, PromptInput, Prompts, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
 from .outputs import PinnedPrefix, RequestOutput
 from .states import RequestGroup
 
@@ -63,9 +53,9 @@ class RequestIntake:
         return self.encode([prompt], params)
 
     def encode_pin(self, prompt: Prompt) -> list[PromptInput]:
-        """As `encode_one`, for a request that computes the prompt and pins it. The pin is yet to be opened."""
-        (one,) = self.encode_one(prompt, SamplingParams(max_new_tokens=1, temperature=0, num_beams=1))
-        return [one._replace(retention=Retention(0.0, pin=f"pin {next(self.numbers)}"))]
+        """As `encode_one`, for a request that computes the prompt and pins it."""
+        (one,) = self.encode_one(prompt, SamplingParams(max_new_tokens=1, temperature=0, n=1, num_beams=1))
+        return [one._replace(pin=f"pin {secrets.token_hex(8)}")]
 
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of one prompt."""
@@ -73,26 +63,17 @@ class RequestIntake:
         ids: list[int] = self.engine.encoder.encode(content, params).tolist()
         return ids
 
-    def open_pin(self, prompt: PromptInput, cache_salt: str | None) -> None:
-        """Open the pin of `encode_pin`'s `prompt`, before it is submitted. Call it in the engine's thread."""
-        assert prompt.retention is not None
-        check_cache_salt(cache_salt)
-        salt = _encoded(_salt(prompt, cache_salt))
-        self.engine.core.scheduler.open_pin(prompt.retention.pin, prompt.token_ids, salt)
-
     def pinned(self, prompt: PromptInput, output: RequestOutput) -> PinnedPrefix:
         """The pin of `prompt`, which has been computed with this `output`. Call it in the engine's thread."""
-        assert prompt.retention is not None
-        name, cache = prompt.retention.pin, self.engine.core.scheduler.cache
-        if not (num_held := cache.pins.num_held(name)):
+        cache = self.engine.core.scheduler.cache
+        if not (num_held := cache.pins.num_held(prompt.pin)):
             why = output.error or f"its request ended as {output.finish_reason!r}, or its blocks were needed meanwhile"
             raise RequestRejected(f"the prefix of {len(prompt.token_ids):,} tokens is not pinned: {why}")
-        return PinnedPrefix(name, num_held * cache.block_size)
+        return PinnedPrefix(prompt.pin, num_held * cache.block_size)
 
     def unpin(self, prompt: PromptInput) -> None:
-        """End the pin of `prompt`, if it has one. Call it in the engine's thread."""
-        if prompt.retention is not None:
-            self.engine.core.scheduler.cache.unpin(prompt.retention.pin)
+        """End the pin of `prompt`, if there is one. Call it in the engine's thread."""
+        self.engine.core.scheduler.cache.unpin(prompt.pin)
 
     def parse_exported(self, data: Any) -> list[PromptInput]:
         """Parse the data of one or several exported requests (`RequestHandle.export`)."""
@@ -163,6 +144,7 @@ class RequestIntake:
             cache_salt=_encoded(salt),
             label=prompt.label,
             retention=prompt.retention,
+            pin=prompt.pin,
         )
         return request if before is None else before.request(request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .manager import RequestManager
 
 log = logging.getLogger(__name__)
+
+MEMORY_WAIT_S = 10.0  # that a prompt waits for the pool to grow
 
 _OF_CHAT = ("messages", "template")
 
@@ -40,7 +43,7 @@ def warm_up(path: str | None, thread: EngineThread, manager: RequestManager) -> 
         for number, line in lines:
             try:
                 is_pinned = thread.ask(thread.run_with_engine, lambda _, line=line: _compute(json.loads(line), manager))
-            except (RequestRejected, ValueError) as error:
+            except (RequestRejected, ValueError, RecursionError) as error:
                 log.warning("warm_prompts: line %d of %s is not computed: %s", number, path, error)
             else:
                 num_computed += 1
@@ -64,16 +67,20 @@ def _compute(entry: Any, manager: RequestManager) -> bool:
         raise RequestRejected(f"`pin` is true or false, got {pins!r:.80}")
     intake = manager.intake
     (one,) = intake.encode_pin(_prompt_of(entry, intake))
-    assert one.retention is not None
-    if pins:
-        intake.open_pin(one, None)
-    else:
-        one = one._replace(retention=None)
+    if not pins:
+        one = one._replace(pin="")
     with OnError(lambda: intake.unpin(one)):
         one.prepared.compile()
         (group,) = manager.submit([one], 0, None)
+        starves_since = math.inf
         while not group.is_finished:
             manager.step()
+            now = time.monotonic()
+            starves_since = min(starves_since, now) if manager.open().core.scheduler.starving else math.inf
+            if now - starves_since >= MEMORY_WAIT_S:
+                manager.abort([group])
+        if group.output.finish_reason == "aborted":
+            raise RequestRejected(f"its blocks have found no memory for {MEMORY_WAIT_S:g} s")
         if group.output.error is not None:
             raise RequestRejected(group.output.error)
         if pins:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 from fakes import World
@@ -129,3 +132,19 @@ def test_retained_nodes_go_last_by_their_time_and_no_node_before_its_descendants
     for node in victims:
         parent = int(tree.parents[node])
         assert parent < 0 or places[parent] > places[node]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"seconds": -1}, "seconds must be 0 or more, got -1"),
+        ({"seconds": math.nan}, "seconds must be 0 or more, got nan"),
+        ({"seconds": "1h"}, "seconds must be 0 or more, got '1h'"),
+        ({"seconds": 1, "num_tokens": -5}, r"integers of 0 or more, got \(-5, None\)"),
+        ({"seconds": 1, "max_blocks": 2.5}, r"integers of 0 or more, got \(None, 2.5\)"),
+        ({"seconds": 1, "owner": ["ann"]}, "owner must be a text"),
+    ],
+)
+def test_a_hint_that_means_nothing_is_refused(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        Retention(**values)

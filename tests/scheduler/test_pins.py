@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import World
 
 from pagetide.cache.layer_groups import LayerGroup
-from pagetide.cache.retention import Retention
 from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import Request, Sampling
@@ -21,11 +22,15 @@ def prompt_of(number: int, num_blocks: int) -> np.ndarray:
     return np.array([(37 * number + token) % 900 for token in range(BLOCK * num_blocks)], np.int32)
 
 
+def pin_of(name: str, number: int, num_blocks: int) -> Request:
+    """A request that pins a prompt."""
+    return Request(name, prompt_of(number, num_blocks), Sampling(1), pin=name)
+
+
 def pin(world: World, number: int, num_blocks: int) -> str:
     """Pin a prompt and compute it. Returns the pin's name."""
-    name, tokens = f"pin {number} {num_blocks}", prompt_of(number, num_blocks)
-    world.scheduler.open_pin(name, tokens, None)
-    world.add_request(Request(f"{name} {len(world.requests)}", tokens, Sampling(1), retention=Retention(0.0, pin=name)))
+    name = f"pin {number} {num_blocks}"
+    world.add_request(pin_of(name, number, num_blocks))
     world.run()
     world.scheduler.check_invariants()
     return name
@@ -76,15 +81,14 @@ def test_a_pinned_prefix_outlives_every_load_until_it_is_unpinned(more) -> None:
 def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() -> None:
     world = World(24, BLOCK, caching=True, max_model_len=40)
     first = pin(world, 1, 8)
-    world.scheduler.open_pin("to come", prompt_of(2, 4), None)
+    world.add_request(pin_of("to come", 2, 4))
     with pytest.raises(RequestRejected, match="takes 3 more blocks, and 2 may be pinned: of 24 blocks 12 are pinned"):
-        world.scheduler.open_pin("pin", prompt_of(3, 3), None)
-    world.scheduler.open_pin("more of the first", np.append(prompt_of(1, 8), prompt_of(4, 2)), None)
-    world.cache.unpin("more of the first")
+        world.add_request(pin_of("pin", 3, 3))
+    world.scheduler.check(replace(pin_of("pin", 1, 8), prompt_token_ids=np.append(prompt_of(1, 8), prompt_of(4, 2)[:7])))
     world.add("longest", 39, 1)
     world.run()
     with pytest.raises(RequestRejected, match="full blocks of 4 tokens, and the prefix has 3"):
-        world.scheduler.open_pin("pin", prompt_of(3, 1)[:3], None)
+        world.add_request(replace(pin_of("pin", 3, 1), prompt_token_ids=prompt_of(3, 1)[:3]))
     world.cache.reset()
     assert pins_of(world) == (0, 0, 2)
     assert not world.cache.unpin(first)
@@ -94,17 +98,15 @@ def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() 
 
 def test_what_cannot_be_pinned_is_refused() -> None:
     with pytest.raises(RequestRejected, match="leave prefix_caching on"):
-        World(24, BLOCK).scheduler.open_pin("pin", prompt_of(1, 2), None)
+        World(24, BLOCK, max_model_len=40).add_request(pin_of("pin", 1, 2))
     windows = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), LayerGroup(8)))
     with pytest.raises(RequestRejected, match="layers with windows or states"):
-        windows.scheduler.open_pin("pin", prompt_of(1, 2), None)
+        windows.add_request(pin_of("pin", 1, 2))
 
 
 def test_a_pin_that_has_ended_before_its_prompt_is_computed_holds_nothing() -> None:
     world = World(24, BLOCK, caching=True, max_model_len=40, max_step_tokens=8)
-    tokens = prompt_of(1, 5)
-    world.scheduler.open_pin("pin", tokens, None)
-    world.add_request(Request("r", tokens, Sampling(1), retention=Retention(0.0, pin="pin")))
+    world.add_request(pin_of("pin", 1, 5))
     world.step()
     assert world.cache.unpin("pin")
     world.complete()
@@ -174,42 +176,25 @@ def test_a_block_whose_copy_has_failed_is_pinned_no_more() -> None:
     assert (found(world, 1, 5), found(world, 2, 5)) == (2, 5)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_with_pins(seed: int) -> None:
-    """Requests, pins and resizes at random: each output is as without, and all invariants hold at every step."""
-    rng = np.random.default_rng(seed)
-    world = World(
-        47, BLOCK, blocks_per_extent=4, caching=True, max_model_len=60, max_seqs=6, max_step_tokens=32,
-        host_slots=8 * (seed % 2), forecast=seed > 1, ahead=seed % 2 > 0,
-    )  # fmt: skip
-    world.scheduler.pool.limit_blocks = 47
-    for turn in range(150):
-        choice, number = rng.integers(12), int(rng.integers(8))
-        if choice < 4:
-            tokens = np.append(prompt_of(number, int(rng.integers(1, 6))), rng.integers(0, 900, rng.integers(1, 9)))
-            world.add(f"r{turn}", tokens.astype(np.int32), int(rng.integers(1, 12)), arrival=float(turn))
-        elif choice == 4:
-            tokens, name = prompt_of(number, int(rng.integers(1, 6))), f"pin {turn}"
-            try:
-                world.scheduler.open_pin(name, tokens, None)
-            except RequestRejected:
-                continue
-            world.add_request(Request(name, tokens, Sampling(1), 0, turn, retention=Retention(0.0, pin=name)))
-        elif choice == 5:
-            world.cache.unpin(f"pin {rng.integers(max(1, turn))}")
-        elif choice == 6 and not world.begun and world.scheduler.state.plans.first is None:
-            if rng.random() < 0.5:
-                world.scheduler.pool.make_idle(3)
-                world.scheduler.pool.give_back(3)
-            else:
-                world.scheduler.pool.grow(4)
-        world.now += 1.0
-        if world.scheduler.has_work and not world.scheduler.starving:
-            world.step()
-    while world.begun or world.scheduler.state.plans.first is not None:
-        world.finish(world.due())
-    world.scheduler.pool.grow(11)
-    world.run()
-    world.check_outputs()
-    world.cache.reset()
-    world.check_empty()
+@pytest.mark.parametrize("ends", ["unpinned", "reset"])
+def test_a_request_that_does_not_fit_beside_a_pin_begins_once_it_ends(ends: str) -> None:
+    world = World(31, BLOCK, blocks_per_extent=4, num_mapped=4, caching=True, max_model_len=40)
+    name = pin(world, 1, 9)
+    world.add("long", 35, 2)
+    world.step()
+    assert world.waiting_ids == ["long"]
+    if ends == "unpinned":
+        world.cache.unpin(name)
+    else:
+        world.cache.reset()
+    world.step()
+    assert world.waiting_ids == []
+    world.complete()
+
+
+def test_pins_of_a_broken_scheduler_are_lost() -> None:
+    world = World(24, BLOCK, caching=True, max_model_len=40)
+    name = pin(world, 1, 5)
+    fresh, _ = world.scheduler.rebuilt("broke")
+    assert (len(fresh.cache.pins), fresh.cache.pins.num_lost, fresh.cache.unpin(name)) == (0, 1, False)
+    fresh.check_invariants()

@@ -6,11 +6,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagetide.cache.retention import Retention
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.execution import disk_files
 from pagetide.engine.execution.disk_files import BlockKind, DiskFiles, FolderUnusable, clear_folder, folder_bytes, folders
@@ -69,6 +71,28 @@ def test_blocks_outlive_the_process_within_the_cap_and_belong_to_one_user(tmp_pa
     assert folders(tmp_path / "kv") == [folder]
     assert clear_folder(folder) > 0
     assert not folder.exists()
+
+
+def test_a_flood_of_hints_keeps_the_index_short_even_if_it_cannot_be_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise OSError(errno.EIO, "planted")
+
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    chain = files.index.chain(np.repeat(np.array([1, 2], np.int32), 4), None)
+    most = 4096 + (2 * files.index.num_places + 2) * files.index.records.itemsize
+    for number in range(5 * files.index.num_places):
+        with suppress(OSError):
+            files.note(files.index.retain(chain, 2, Retention(60.0), 1e10 + 2 * number))
+        assert (tmp_path / "one" / "index").stat().st_size <= most
+        if number == 3 * files.index.num_places:
+            monkeypatch.setattr(files, "_rewrite", fails)
+    files.close()
+    again = opened(tmp_path / "one")
+    assert (again.index.num_retained, read(again, 1, 2)) == (2, 2)
+    again.close()
 
 
 def test_an_index_that_is_written_anew_has_the_blocks_that_are_not_settled_yet(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: 
         expected = told(plain, prompts)
     with engine(saved, tmp_path, **more) as first:
         assert told(first, prompts, retention=Retention(1e4, num_tokens=100)) == expected
+        told(first, [PROMPT[50::-1]], retention=Retention(1e4, num_tokens=0))
     with engine(saved, tmp_path, **more) as second:
         assert second.stats()["disk_tier"]["retained_blocks"] == 6 + 1, "hints outlive the process"
         assert told(second, prompts, cache_salt="another") == expected

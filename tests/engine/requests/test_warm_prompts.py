@@ -13,7 +13,9 @@ from families import VOCAB, tiny
 
 from pagetide import LLM, AsyncLLM, RequestRejected, SamplingParams
 from pagetide.engine.errors import ConfigError
+from pagetide.engine.requests import warm_prompts
 from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.scheduler import Scheduler
 
 PREFIX = [3 + (7 * i * i + i // 9) % (VOCAB - 3) for i in range(70)]
 OPTIONS: dict[str, Any] = {"device": "cpu", "share": False, "kv_memory": "512KiB", "max_model_len": 256}
@@ -71,6 +73,19 @@ def test_tasks_pin_and_a_cancelled_one_pins_nothing() -> None:
     asyncio.run(main())
 
 
+def test_a_prompt_that_finds_no_memory_keeps_no_engine_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_prompts, "MEMORY_WAIT_S", 0.0)
+    monkeypatch.setattr(Scheduler, "starving", True)
+    file = tmp_path / "warm.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt_token_ids": PREFIX, "pin": pin}) for pin in (True, False)))
+    with LLM(tiny("llama"), **OPTIONS, warm_prompts=file, max_step_tokens=16) as llm:
+        assert counted(llm.stats()) == (0, 0, 0)
+    told = [record.getMessage() for record in caplog.records if "warm_prompts:" in record.getMessage()]
+    assert [text.split(": ", 2)[2] for text in told] == ["its blocks have found no memory for 0 s"] * 2
+
+
 def test_warm_prompts_are_computed_or_read_before_the_engine_is_ready(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +97,7 @@ def test_warm_prompts_are_computed_or_read_before_the_engine_is_ready(
         {"prompt_token_ids": PREFIX, "pin": "yes"}, {"tokens": [1]}, [5] * 256,
     ]  # fmt: skip
     file = tmp_path / "warm.jsonl"
-    file.write_text("\n".join([*map(json.dumps, entries), "{", ""]))
+    file.write_text("\n".join([*map(json.dumps, entries), "{", "[" * 100_000, ""]))
     options = {**OPTIONS, "warm_prompts": file, "disk_kv_memory": "1MiB", "disk_kv_path": tmp_path / "kv"}
     with caplog.at_level(logging.INFO), LLM(str(tmp_path / "model"), **options) as llm:
         assert counted(llm.stats()) == (1, 2, 0)
@@ -90,8 +105,8 @@ def test_warm_prompts_are_computed_or_read_before_the_engine_is_ready(
         assert cached(llm.generate([other])) == [0]
         assert cached(llm.generate([other], cache_salt="ann")) == [32]
     told = [record.getMessage() for record in caplog.records if "warm_prompts:" in record.getMessage()]
-    assert [text.split(" of ")[0] for text in told[:-1]] == [f"warm_prompts: line {line}" for line in (2, 4, 5, 6, 7, 8)]
-    assert told[-1].startswith("warm_prompts: 2 of 8 prompts, 1 of them pinned, in ")
+    assert [text.split(" of ")[0] for text in told[:-1]] == [f"warm_prompts: line {line}" for line in (2, 4, 5, 6, 7, 8, 9)]
+    assert told[-1].startswith("warm_prompts: 2 of 9 prompts, 1 of them pinned, in ")
     with LLM(str(tmp_path / "model"), **options) as llm:
         assert (counted(llm.stats()), llm.stats()["disk_tier"]["hit_tokens"]) == ((1, 2, 0), 64 + 32)
     with pytest.raises(ConfigError, match="is no file: name one with a prompt in JSON on each line"):
