@@ -172,7 +172,7 @@ def _disk_buffer_bytes(
     if not config.disk_kv_memory:
         return 0
     host_bytes = room_bytes if device.type == "cpu" else free(torch.device("cpu"))
-    return planned_bytes(geometry.kv_bytes_per_token * model_length(config, checkpoint), host_bytes)
+    return planned_bytes(geometry.kv_bytes_per_token * model_length(config, checkpoint) + geometry.state_bytes, host_bytes)
 
 
 def _answers_bytes(device: torch.device, room_bytes: int, free: Callable[[torch.device], int]) -> int:
