@@ -46,7 +46,7 @@ from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
 from .retention import Retention
 from .reuse_density import ReuseDensity
-from .row_tables import BlockMoves, Computed, RowTables, Updates
+from .row_tables import BlockMoves, Computed, RowTables
 from .swapping import Swapping
 from .window_blocks import WindowBlocksOfGroups, first_block_read
 
@@ -256,23 +256,20 @@ class CacheManager:
         groups, blocks = self.index.windows.groups, [self.row_tables.anchor.blocks[:, row, start:upto].copy()]
         if (groups and extension.waits) or np.isin(blocks[0], copied).any():
             return extension
-        updates: Updates = ()
-        if groups:
-            begun = self.row_tables.begin_at(row, start, upto, copied, self.swapping)
-            if begun is None:
-                return extension
-            of_groups, updates = begun
-            blocks += of_groups
-            data = np.concatenate(_parts_of(data, groups, (first, upto), blocks, self.block_size))
-        else:
-            data = data[start - first :]
-        return replace(
-            extension,
-            tables=merged([extension.tables, updates]),
-            copies=None,  # of a state: it is read
-            num_computed=upto * self.block_size,
-            read=BlockBytes(np.concatenate([of_group.ravel() for of_group in blocks]), data),
-        )
+        if not groups:
+            put = BlockBytes(blocks[0][0], data[start - first :])
+            return replace(extension, num_computed=upto * self.block_size, read=put)
+        begun = self.row_tables.begin_at(row, start, upto, copied, self.swapping)
+        if begun is None:
+            return extension
+        blocks += begun[0]
+        data = np.concatenate(_parts_of(data, groups, (first, upto), blocks, self.block_size))
+        # The plan puts the bytes there before anything reads them, so that others may find them now, and the state stays.
+        tables = merged([extension.tables, begun[1], self.commit(row, read.chain, upto * self.block_size)])
+        targets = np.concatenate([of_group.ravel() for of_group in blocks])
+        held = self.pool.references(targets) > 0  # the others were there already
+        put, copies = BlockBytes(targets[held], data[held]), None  # the state is read, and not copied
+        return replace(extension, tables=tables, copies=copies, num_computed=upto * self.block_size, read=put)
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` and the chunk after it take from `available`: new ones, and found ones without references."""

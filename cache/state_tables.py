@@ -105,7 +105,8 @@ class StateTables(GroupedTables):
         begun = None if np.isin(own, copied).any() else super().begin_at(row, start, upto, copied, swapping)
         if begun is None:
             return None
-        self._stops[row] = [stop for stop in self._stops.get(row, ()) if stop > upto * self.block_size]
+        behind = upto * self.block_size  # the state there is kept as well
+        self._stops[row] = [behind, *(stop for stop in self._stops.get(row, ()) if stop > behind)]
         return [*begun[0], own], self._and_state(begun[1])
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:

@@ -182,4 +182,4 @@ def test_turns_of_models_with_windows_and_states_over_restarts(
                 parts.core.scheduler.cache.check_invariants()
                 parts.core.disk.index.check_invariants()
         prompts = [prompt + list(tokens[0]) + [5, 6, 7] for prompt, tokens in zip(prompts, expected, strict=True)]
-    assert found > 5 * 100
+    assert found > 2 * 100

@@ -79,7 +79,7 @@ def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: 
         assert second.stats()["disk_tier"]["hit_tokens"] == 144 + 48
 
 
-@pytest.mark.parametrize(("family", "at"), [("gemma3_text", [144, 112]), ("qwen3_5_text", [144, 80])])
+@pytest.mark.parametrize(("family", "at"), [("gemma3_text", [144, 112, 128]), ("qwen3_5_text", [144, 80, 48])])
 def test_windows_and_states_are_read_where_all_layers_can_go_on(tmp_path: Path, family: str, at: list[int]) -> None:
     """Behind the end of a prompt, and where two have parted; what a flipped bit hits is computed."""
     model = tiny_with_states(family) if family in STATE_FAMILIES else tiny(family, sliding_window=40)
@@ -98,8 +98,10 @@ def test_windows_and_states_are_read_where_all_layers_can_go_on(tmp_path: Path, 
         with engine(saved, tmp_path) as second:
             outputs = [second.generate([prompt], GREEDY)[0] for prompt in (prompts[0], prompts[2], prompts[1])]
             assert [list(output.token_ids) for output in outputs] == [expected[0], expected[2], expected[1]]
+            again = second.generate([prompts[0]], GREEDY)[0]
+            assert (list(again.token_ids), again.num_cached_tokens, again.num_disk_tokens) == (expected[0], 144, 0)
             if not damaged:
-                assert [output.num_disk_tokens for output in outputs] == [*at, 128]
+                assert [output.num_disk_tokens for output in outputs] == at
             else:
                 assert "damaged" in [one["why"] for one in second.explain()]
             with second.locked_engine() as parts:
