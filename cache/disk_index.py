@@ -43,6 +43,7 @@ MOST_PLACES = 1 << 20  # the index takes some 200 bytes of memory for each
 _SALT_ROUNDS = 20_000  # of PBKDF2: some 10 ms, so that salts cannot be guessed by the million
 _MOST_SALTS = 4096  # remembered
 _EVICTED_SHARE = 64  # of all places, this part is evicted at once
+_STATE_SHARE = 8  # a state is written if it spares blocks of at least this part of its size
 _LEAST_LATER_S = 1.0  # a hint that ends so little later is not written again
 
 
@@ -263,10 +264,19 @@ class DiskIndex:
         return records, len(depths)
 
     def lack_units(self, chain: Chain, number: int, depths: Index) -> npt.NDArray[np.bool_]:
-        """Which of the blocks `depths` of `chain` are here without a unit of group `number`."""
+        """Which of the blocks `depths` of `chain` are here and lack a unit of group `number`.
+
+        A state that spares few blocks of tokens behind an earlier one is not lacking: states are large.
+        """
         path = self._places(chain, int(depths[-1]) + 1 if len(depths) else 0)
-        lacking = depths < len(path)
-        lacking[lacking] = self._heads[number, path[depths[lacking]]] == NONE
+        have = self._heads[number, path] != NONE
+        lacking, group = np.zeros(len(depths), np.bool_), self.groups[number]
+        least, last = group.num_tables // _STATE_SHARE if group.is_state else 0, NONE
+        for i, depth in enumerate(depths[depths < len(path)].tolist()):
+            before = np.flatnonzero(have[:depth])
+            last = max(last, int(before[-1]) if len(before) else NONE)
+            lacking[i] = not have[depth] and depth - last >= least
+            last = depth if lacking[i] else last
         return lacking
 
     def written(self, records: Records) -> None:

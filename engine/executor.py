@@ -45,7 +45,7 @@ from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory
 from .execution.disk_files import BlockKind, DiskFiles, folder_of, kept_dir
-from .execution.disk_tier import MOST_WRITES_BYTES, DiskTier
+from .execution.disk_tier import DiskTier
 from .execution.graph_sizes import sizes_for
 from .execution.graphs import CudaRecorder
 from .execution.host_pool import HostPool
@@ -308,12 +308,6 @@ def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:
         raise ConfigError(
             f"disk_kv_memory keeps no prefixes of {plan.model}: all its layers have {what}, and what is on disk is found by "
             "the blocks of layers that read all tokens; leave it out"
-        )
-    most = max(group.num_tables for group in groups) * plan.geometry.payload_bytes
-    if config.disk_kv_memory and most > MOST_WRITES_BYTES:
-        raise ConfigError(
-            f"disk_kv_memory keeps no prefixes of {plan.model}: a state takes {format_bytes(most)}, and at most "
-            f"{format_bytes(MOST_WRITES_BYTES)} are written at once; leave it out"
         )
 
 

@@ -45,11 +45,13 @@ _DAY_S = 86_400.0
 _FORGET = 0.9  # factor on earlier measurements
 
 
-def planned_bytes(sequence_bytes: int, room_bytes: int) -> int:
+def planned_bytes(sequence_bytes: int, room_bytes: int, unit_bytes: int = 0) -> int:
     """Host memory of a disk tier: for blocks on their way from disk, those of a few sequences of the greatest length at most,
-    which take `sequence_bytes` each, and for blocks on their way to it. `room_bytes`: what the weights leave of the host.
+    which take `sequence_bytes` each, and for blocks on their way to it, the largest unit of `unit_bytes` at least.
+    `room_bytes`: what the weights leave of the host.
     """
-    return min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE) + 2 * MOST_WRITES_BYTES
+    reads = min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE)
+    return reads + 2 * max(MOST_WRITES_BYTES, unit_bytes)
 
 
 class DiskRead:
@@ -136,7 +138,10 @@ class DiskTier:
     ) -> None:
         self._files = files
         self._storage = storage
-        self._most_reads = max(1, (host_bytes - 2 * MOST_WRITES_BYTES) // files.block_bytes)  # blocks
+        unit_bytes = max([1, *(group.num_tables for group in files.index.groups)]) * files.block_bytes
+        writes_bytes = max(MOST_WRITES_BYTES, unit_bytes)
+        self._most_writes = writes_bytes // files.block_bytes  # blocks, and so are these:
+        self._most_reads = max(1, (host_bytes - 2 * writes_bytes) // files.block_bytes)
         self._clock = clock
         self._writer = ThreadPoolExecutor(1, "pagetide-disk-writes")
         self._reader = ThreadPoolExecutor(1, "pagetide-disk-reads")
@@ -227,7 +232,7 @@ class DiskTier:
         self.index.expire(time.time())
         if now < self._paused_until:
             self._fresh.clear()
-        while self._fresh and (room := MOST_WRITES_BYTES // self._files.block_bytes - self._num_in_flight) > 0:
+        while self._fresh and (room := self._most_writes - self._num_in_flight) > 0:
             key = next(iter(self._fresh))
             num, are_left = self._save_one(cache, room, *self._fresh[key])
             if not are_left:

@@ -100,6 +100,23 @@ def test_of_groups_it_finds_what_lists_of_units_find_and_reads_what_was_written_
         assert index.num_used <= places
 
 
+def test_states_are_written_where_they_spare_an_eighth_of_their_size() -> None:
+    index = DiskIndex(SIZE, 90, KEY, (state_group(24),))
+    put(index, *range(9))
+    chain = index.chain(tokens(*range(9)), None)
+    depths = np.array([1, 2, 4, 5, 8, 9])
+    lacking = index.lack_units(chain, 0, depths)
+    assert depths[lacking].tolist() == [2, 5, 8]
+    records, num = index.take_units(chain, 0, depths[lacking])
+    assert (num, len(records)) == (3, 72)
+    index.written(seal(records))
+    assert not index.lack_units(chain, 0, depths).any()
+    assert len(index.find(chain, 8)) == 6
+    index.forget(records[index.records["depth"][records["place"]] == 5][:1])
+    assert depths[index.lack_units(chain, 0, depths)].tolist() == [5]
+    assert (len(index.find(chain, 8)), len(index.find(chain, 9))) == (3, 9)
+
+
 def test_a_block_counts_once_it_is_written_and_not_if_another_has_its_place() -> None:
     index = DiskIndex(SIZE, 2, KEY)
     first = index.take(index.chain(tokens(1, 2), None), 2)
