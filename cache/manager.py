@@ -409,7 +409,7 @@ def _parts_of(
     reads = [first, *(max(first, int(first_block_read(group, np.array([upto]), block_size)[0])) for group in groups)]
     for begin, of_group in zip(reads, blocks, strict=True):
         tables, num = of_group.shape
-        part = data[at : at + tables * (upto - begin)].reshape(tables, upto - begin, -1)
-        parts.append(part[:, upto - begin - num :].reshape(tables * num, -1))
+        part = data[at : at + tables * (upto - begin)].reshape(tables, upto - begin, data.shape[1])
+        parts.append(part[:, upto - begin - num :].reshape(tables * num, data.shape[1]))
         at += tables * (upto - begin)
     return parts
