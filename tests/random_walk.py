@@ -46,7 +46,6 @@ PAIRWISE = (
     "elastic-prefixes-alternate-sound-states",
     "fixed-host-alternate-sound-states",
     "fixed-disk-alternate-faulty-full",
-    "elastic-disk-ahead-sound-full",
     "elastic-disk-alternate-faulty-groups",
     "fixed-disk-ahead-sound-states",
 )
