@@ -5,6 +5,10 @@ policy that evicts from memory evicts here. Each place has a record, which outli
 made with the key of the folder, and a salt is known by a slow keyed digest, so records name no salt. Reasons:
 docs/decisions/0076-disk-tier.md.
 
+A place holds what one block table has of a block of tokens. That of the index's first table is the *block*, and is in the tree.
+What the tables of another group have, those of a window or of a state, is its *unit* there: a place for each table, written,
+found and evicted as one, if the memory had it. A hit ends where every group can go on, as in memory (window_blocks.py).
+
     take                   written                  found
     free ─────────► findable, not whole ─────────► whole ─────────► read, compared with the record's check
       ▲                     │ failed                 │ evicted, or damaged
@@ -16,17 +20,22 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .block_table import Int32
+from .block_table import Index, Int32
 from .digest_table import leading
+from .layer_groups import LayerGroup
+from .node_places import Ids, as_index
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixIndex
+from .prefix_tree import NONE
 from .retention import Retention
 from .reuse_density import ReuseDensity
+from .window_blocks import first_block_read, num_readable
 
 Records = npt.NDArray[Any]  # of the dtype `record_type`
 Seconds = npt.NDArray[np.float64]
@@ -34,18 +43,20 @@ MOST_PLACES = 1 << 20  # the index takes some 200 bytes of memory for each
 _SALT_ROUNDS = 20_000  # of PBKDF2: some 10 ms, so that salts cannot be guessed by the million
 _MOST_SALTS = 4096  # remembered
 _EVICTED_SHARE = 64  # of all places, this part is evicted at once
+_STATE_SHARE = 8  # a state is written if it spares blocks of at least this part of its size
 _LEAST_LATER_S = 1.0  # a hint that ends so little later is not written again
 
 
 def record_type(block_size: int) -> np.dtype[Any]:
-    """The dtype of the record of one block. `check` is over the bytes behind it, `data_check` over the block's bytes.
+    """The dtype of the record of one place. `check` is over the bytes behind it, `data_check` over the place's bytes.
 
-    `until`: the time to which a hint retains the block and those before it, in seconds of the system's clock; 0: no hint.
+    `table`: 0 for the block itself, 1 and more for the tables of the other groups, in their order. `until`: the time to which a
+    hint retains the block and those before it, in seconds of the system's clock; 0: no hint.
     """
     return np.dtype(
         [
             ("check", "<u4"), ("data_check", "<u4"), ("place", "<u4"), ("depth", "<u4"), ("digest", "<u8", (2,)),
-            ("parent", "<u8", (2,)), ("salted", "<u4"), ("until", "<f8"), ("salt", "u1", (32,)),
+            ("parent", "<u8", (2,)), ("salted", "<u4"), ("table", "<u4"), ("until", "<f8"), ("salt", "u1", (32,)),
             ("tokens", "<i4", (block_size,)),
         ]
     )  # fmt: skip
@@ -78,6 +89,11 @@ class PrefixRead(Protocol):
     @property
     def first(self) -> int:
         """The first of the blocks."""
+        ...
+
+    @property
+    def upto(self) -> int:
+        """The end of the blocks, if all are read."""
         ...
 
     @property
@@ -115,7 +131,9 @@ class KeptPrefixes(Protocol):
         ...
 
     def finish(self, read: Any) -> npt.NDArray[np.uint8]:
-        """End `read`. Returns the bytes of its first blocks [n, payload_bytes], as many as were read."""
+        """End `read`. Returns the bytes [n, payload_bytes] of its blocks, as many of the first as were read; with other groups
+        of all, and behind them those of each group (`DiskIndex.to_read`), or nothing.
+        """
         ...
 
     def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
@@ -128,21 +146,28 @@ class KeptPrefixes(Protocol):
 
 
 class DiskIndex:
-    """The blocks in the places `0 .. num_places - 1` of a disk tier, under the folder's `key`.
+    """The blocks in the places `0 .. num_places - 1` of a disk tier, under the folder's `key`; `groups` are the other groups of
+    layers.
 
     The engine's thread alone changes it. The one that writes the files reads `live_records` and `unsettled` meanwhile.
     """
 
-    def __init__(self, block_size: int, num_places: int, key: bytes) -> None:
+    def __init__(self, block_size: int, num_places: int, key: bytes, groups: Sequence[LayerGroup] = ()) -> None:
         if num_places < 1:
             raise ValueError(f"a disk tier has 1 place or more, got {num_places}")
         self.num_places = num_places
         self.records: Records = np.zeros(num_places, record_type(block_size))  # by place; of free places undefined
         self.whole = np.zeros(num_places, np.bool_)
-        self._key = key
+        self._key, self._block_size = key, block_size
         self._index = PrefixIndex(PrefixHasher(block_size, key), num_places, ReuseDensity)
         self._free = np.arange(num_places - 1, -1, -1, dtype=np.int32)  # descending: the lowest places are taken first
         self._salts: dict[bytes, bytes] = {}
+        self.groups = tuple(groups)
+        self._first_tables = 1 + np.cumsum([0, *(group.num_tables for group in groups)])  # of each group in records
+        # Of each group and block: the first place of its unit, or NONE. Of each unit, by that: all its places.
+        self._heads = np.full((len(groups), num_places), NONE, np.int32)
+        self._units: dict[int, Int32] = {}
+        self._owners = np.full(num_places, NONE, np.int32)  # of the places of units: the block they belong to
 
     @property
     def num_used(self) -> int:
@@ -159,9 +184,32 @@ class DiskIndex:
         return self._index.hasher.chain(tokens, None if salt is None else self._digest_of(salt))
 
     def find(self, chain: Chain, num_blocks: int) -> Int32:
-        """The places of the first `num_blocks` blocks of `chain`, as many as are whole."""
+        """The places of the first `num_blocks` blocks of `chain`, as many as are whole and every group can go on behind."""
         places = self._places(chain, num_blocks)
-        return places[: leading(self.whole[places])]
+        places = places[: leading(self.whole[places])]
+        heads = self._heads[:, places]
+        have = zip(self.groups, (heads != NONE) & self.whole[heads], strict=True)
+        return places[: num_readable(list(have), self._block_size, len(places))]
+
+    def to_read(self, chain: Chain, first: int, num_blocks: int, most: int) -> tuple[int, Int32]:
+        """What a request reads that has the first `first` blocks of `chain`, so as to have more, up to `num_blocks`: the blocks
+        that it has then, and at most `most` places: of the blocks, then those of each group, table by table.
+        """
+        found = self.find(chain, min(num_blocks, first + most))
+        while len(found) > first:
+            places = [found[first:]]
+            for number, begin in enumerate(self.begins(first, len(found))):
+                units = [self._units[head] for head in self._heads[number, found[begin:]].tolist()]
+                places.append(np.array(units, np.int32).T.ravel())
+            if sum(map(len, places)) <= most:
+                return len(found), np.concatenate(places)
+            found = self.find(chain, len(found) - 1)
+        return first, found[:0]
+
+    def begins(self, first: int, upto: int) -> list[int]:
+        """Of each other group the first block of which a request reads a unit that has `first` blocks, and then `upto`."""
+        ends = np.array([upto])
+        return [max(first, int(first_block_read(group, ends, self._block_size)[0])) for group in self.groups]
 
     def num_known(self, chain: Chain, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks of `chain` are here, whole or about to be written."""
@@ -186,12 +234,50 @@ class DiskIndex:
         if lacking > len(self._free):
             victims = self._index.victims(max(lacking - len(self._free), self.num_places // _EVICTED_SHARE))
             self._evict(victims)
-        places = self._free[len(self._free) - min(lacking, len(self._free)) :][::-1].copy()
-        self._free = self._free[: len(self._free) - len(places)]
+        places = self._take_free(min(lacking, len(self._free)))
         self._register(chain, known, places)
         self.whole[places] = False
         self.records[places] = self._records_of(chain, len(known), places)
         return self.records[places]
+
+    def take_units(self, chain: Chain, number: int, depths: Index) -> tuple[Records, int]:
+        """Give places to the units of group `number` at the blocks `depths` of `chain`, which are here, as many of the first as
+        there is room for. Returns their records [units * tables], table by table, and how many units they are.
+        """
+        path = self._places(chain, int(depths[-1]) + 1 if len(depths) else 0)
+        depths = depths[depths < len(path)]
+        tables = self.groups[number].num_tables
+        lacking = tables * len(depths)
+        self._index.mark_used(path)
+        if lacking > len(self._free):
+            self._evict(self._index.victims(max(lacking - len(self._free), self.num_places // _EVICTED_SHARE)))
+        self._index.mark_evictable(path)
+        depths = depths[: len(self._free) // tables]
+        places = self._take_free(tables * len(depths)).reshape(tables, -1)
+        owners = path[depths]
+        self._add_units(number, owners, places)
+        records = np.concatenate([self.records[owners]] * tables)
+        records["place"], records["until"] = places.ravel(), 0.0
+        records["table"] = np.repeat(np.arange(tables) + self._first_tables[number], len(depths))
+        self.whole[places] = False
+        self.records[records["place"]] = records
+        return records, len(depths)
+
+    def lack_units(self, chain: Chain, number: int, depths: Index) -> npt.NDArray[np.bool_]:
+        """Which of the blocks `depths` of `chain` are here and lack a unit of group `number`.
+
+        A state that spares few blocks of tokens behind an earlier one is not lacking: states are large.
+        """
+        path = self._places(chain, int(depths[-1]) + 1 if len(depths) else 0)
+        have = self._heads[number, path] != NONE
+        lacking, group = np.zeros(len(depths), np.bool_), self.groups[number]
+        least, last = group.num_tables // _STATE_SHARE if group.is_state else 0, NONE
+        for i, depth in enumerate(depths[depths < len(path)].tolist()):
+            before = np.flatnonzero(have[:depth])
+            last = max(last, int(before[-1]) if len(before) else NONE)
+            lacking[i] = not have[depth] and depth - last >= least
+            last = depth if lacking[i] else last
+        return lacking
 
     def written(self, records: Records) -> None:
         """The blocks of `records` are whole on disk, unless other blocks have their places by now."""
@@ -207,8 +293,13 @@ class DiskIndex:
     def forget(self, records: Records) -> None:
         """Forget the blocks of `records`, and what lies behind them, unless other blocks have their places by now."""
         for record in records:
-            at = record["place"]
-            if self._index.findable(np.array([at]))[0] and (self.records["digest"][at] == record["digest"]).all():
+            at = int(record["place"])
+            if not self._have_places(record[None])[0]:
+                continue
+            if record["table"]:
+                number = int(np.searchsorted(self._first_tables, record["table"], "right")) - 1
+                self._free_places(self._remove_unit(number, int(self._owners[at])))
+            else:
                 self._evict(np.array([at], np.int32))
 
     def retain(self, chain: Chain, num_blocks: int, retention: Retention, now: float) -> Records:
@@ -241,6 +332,8 @@ class DiskIndex:
         """Forget everything."""
         self._index.reset()
         self.whole[:] = False
+        self._heads[:] = self._owners[:] = NONE
+        self._units.clear()
         self._free = np.arange(self.num_places - 1, -1, -1, dtype=np.int32)
 
     def load(self, records: Records, now: float = math.inf) -> None:
@@ -252,7 +345,9 @@ class DiskIndex:
         records = sound(records)
         records = records[records["place"] < self.num_places]
         latest = {place: number for number, place in enumerate(records["place"].tolist())}
-        numbers = sorted(latest.values(), key=lambda number: int(records["depth"][number]))
+        records = records[list(latest.values())]
+        units, records = records[records["table"] > 0], records[records["table"] == 0]
+        numbers = np.argsort(records["depth"], kind="stable").tolist()
         known: dict[bytes, int] = {}
         parents: dict[int, int] = {}
         for number in numbers:
@@ -270,7 +365,8 @@ class DiskIndex:
             while path[-1] in parents:
                 path.append(parents[path[-1]])
             self._load_path(records[path[::-1]], now)
-        used = self._index.findable(np.arange(self.num_places))
+        self._load_units(units)
+        used = self._used(np.arange(self.num_places))
         self.whole[:] = used
         self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
 
@@ -286,7 +382,15 @@ class DiskIndex:
     def check_invariants(self) -> None:
         """Check that each place is free or findable, and each record that of its block. Raises AssertionError."""
         self._index.check_invariants()
-        used = self._index.findable(np.arange(self.num_places))
+        used = self._used(np.arange(self.num_places))
+        owned = np.flatnonzero(self._owners != NONE)
+        assert not self._index.findable(owned).any(), "a place is of a block and of a unit"
+        assert self._index.findable(self._owners[owned]).all(), "a unit of a block that is not there"
+        heads = self._heads[self._heads != NONE]
+        assert sorted(heads.tolist()) == sorted(self._units), "a unit is lost"
+        assert sorted(place for unit in self._units.values() for place in unit.tolist()) == owned.tolist(), (
+            "a unit's place is lost"
+        )
         assert sorted(self._free.tolist()) == np.flatnonzero(~used).tolist(), "a place is lost, or twice in use"
         assert not self.whole[~used].any(), "a free place is whole"
         assert (self.records["place"][used] == np.flatnonzero(used)).all(), "a record names another place"
@@ -297,7 +401,31 @@ class DiskIndex:
         """Whether the blocks of `records` still have their places."""
         at = records["place"]
         same: npt.NDArray[np.bool_] = (self.records["digest"][at] == records["digest"]).all(axis=1)
-        return same & self._index.findable(at)
+        same &= self.records["table"][at] == records["table"]
+        return same & self._used(at)
+
+    def _used(self, places: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `places` hold a block, or a part of a unit."""
+        used: npt.NDArray[np.bool_] = self._index.findable(places) | (self._owners[as_index(places)] != NONE)
+        return used
+
+    def _take_free(self, num: int) -> Int32:
+        """The lowest `num` free places, which are not free then."""
+        left = len(self._free) - num
+        places, self._free = self._free[left:][::-1].copy(), self._free[:left]
+        return places
+
+    def _add_units(self, number: int, owners: Int32, places: Int32) -> None:
+        """Let `places` [tables, n] be the units of group `number` at the blocks in `owners`."""
+        self._heads[number, owners] = places[0]
+        self._owners[places] = owners
+        self._units.update(zip(places[0].tolist(), places.T.copy(), strict=True))
+
+    def _remove_unit(self, number: int, owner: int) -> Int32:
+        """Take the unit of group `number` from the block in `owner`, which has one. Returns its places."""
+        places = self._units.pop(int(self._heads[number, owner]))
+        self._heads[number, owner] = self._owners[places] = NONE
+        return places
 
     def _places(self, chain: Chain, num_blocks: int) -> Int32:
         hit = self._index.lookup(chain, num_blocks * self._index.hasher.block_size)
@@ -336,8 +464,34 @@ class DiskIndex:
         self._register(chain, known, fresh["place"].astype(np.int32), until, now)
         self.records[fresh["place"]] = fresh
 
+    def _load_units(self, records: Records) -> None:
+        """Take in the units with a record for each table, of blocks that are here and have none."""
+        used = np.flatnonzero(self._index.findable(np.arange(self.num_places)))
+        owners = {self.records["digest"][at].tobytes(): at for at in used.tolist()}
+        parts: dict[tuple[int, int], dict[int, int]] = {}
+        for at, record in enumerate(records):
+            number = int(np.searchsorted(self._first_tables, record["table"], "right")) - 1
+            owner = owners.get(record["digest"].tobytes())
+            if owner is None or number >= len(self.groups) or (record["tokens"] != self.records["tokens"][owner]).any():
+                continue
+            parts.setdefault((number, owner), {})[int(record["table"])] = at
+        for (number, owner), by_table in parts.items():
+            if len(by_table) == self.groups[number].num_tables:
+                unit = records[[by_table[table] for table in sorted(by_table)]]
+                self._add_units(number, np.array([owner], np.int32), unit["place"].astype(np.int32)[:, None])
+                self.records[unit["place"]] = unit
+
     def _evict(self, places: Int32) -> None:
-        freed = self._index.evict(places).blocks
+        freed = self._index.evict(places).blocks.astype(np.int32)
+        units = [self._remove_unit(number, owner) for number, owner in self._with_units(freed)]
+        self._free_places(np.concatenate((freed, *units)))
+
+    def _with_units(self, owners: Int32) -> list[tuple[int, int]]:
+        """Each group, and each of the blocks in `owners` that has a unit of it."""
+        numbers, at = np.nonzero(self._heads[:, owners] != NONE)
+        return list(zip(numbers.tolist(), owners[at].tolist(), strict=True))
+
+    def _free_places(self, freed: Int32) -> None:
         self.whole[freed] = False
         self._free = np.sort(np.concatenate((self._free, freed.astype(np.int32))))[::-1]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
+from ..allocator.errors import NoFreeBlocks
 from .block_table import NO_UPDATE, BlockTables, Index, Int32, TableUpdate, merged
 from .layer_groups import LayerGroup, blocks_to_hold
 from .prefix_index import PrefixHit, PrefixIndex
@@ -218,6 +219,35 @@ class GroupedTables(RowTables):
             if len(nodes):
                 swapping.promote_window_blocks(window, nodes, blocks)
         return merged([tuple(updates), extended]), None
+
+    def begin_at(
+        self, row: int, start: int, upto: int, copied: Int32, swapping: Swapping
+    ) -> tuple[list[BlockIds], Updates] | None:
+        one, lacking = np.array([row]), []
+        for _, group, table in self._windows(swapping.index):
+            if np.isin(table.blocks[:, row, start : table.lengths[row]], copied).any():
+                return None
+            first = int(group.first_read(upto * self.block_size)) // self.block_size
+            lacking.append((first, max(0, upto - max(first, int(table.lengths[row])))))
+        try:
+            fresh = swapping.allocate(sum(t.num_tables * num for (_, t), (_, num) in zip(self.others, lacking, strict=True)))
+        except NoFreeBlocks:
+            return None
+        if np.isin(fresh, copied).any():
+            self.pool.release(fresh)
+            return None
+        of_groups, updates = [], [NO_UPDATE] * self._anchor_has_bytes
+        for (window, _, table), (first, num) in zip(self._windows(swapping.index), lacking, strict=True):
+            length = int(table.lengths[row])
+            if (passed := min(first, length)) > table.starts[row]:
+                self._release_entries(window, table, one, table.starts[one], np.array([passed]))
+            if length < first:
+                table.starts[row] = table.lengths[row] = first
+            blocks, fresh = fresh[: table.num_tables * num], fresh[table.num_tables * num :]
+            updates += table.append(one, np.array([num]), blocks.reshape(table.num_tables, -1))
+            of_groups.append(table.blocks[:, row, max(first, start) : upto].copy())
+        swapping.trim()
+        return of_groups, tuple(updates)
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         upto, index = first + len(findable), swapping.index

@@ -27,18 +27,20 @@ With windows:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ..allocator.blocks import BlockIds
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
-from .block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
+from .block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate, merged
 from .cache_events import CacheEventLog
-from .disk_index import KeptPrefixes
+from .disk_index import KeptPrefixes, PrefixRead
 from .eviction import Lru, PolicyFactory
+from .layer_groups import LayerGroup
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
@@ -46,7 +48,7 @@ from .retention import Retention
 from .reuse_density import ReuseDensity
 from .row_tables import BlockMoves, Computed, RowTables
 from .swapping import Swapping
-from .window_blocks import WindowBlocksOfGroups
+from .window_blocks import WindowBlocksOfGroups, first_block_read
 
 log = logging.getLogger(__name__)
 
@@ -232,18 +234,42 @@ class CacheManager:
         """Where the bytes of `blocks` are until the next plan is done."""
         return self._bytes_at[blocks]
 
-    def put(self, row: int, extension: Extension, first: int, data: npt.NDArray[np.uint8]) -> Extension:
-        """`extension`, of the admission of `row`, with bytes from disk: `data` of its blocks from `first` on.
-
-        They add nothing unless they continue what the row has.
+    def worth_keeping(self, chain: Chain, num_blocks: int) -> tuple[BlockIds, list[tuple[Index, BlockIds]]]:
+        """What of the first `num_blocks` blocks of `chain` on the device is worth keeping below: the blocks, as many of the
+        first as are there, and of each other group what `WindowBlocksOfGroups.worth_keeping` says.
         """
-        start, rest = divmod(extension.num_computed, self.block_size)
-        data = data[max(0, start - first) :]
-        if rest or first > start or not len(data):
+        nodes = self.index.lookup(chain, num_blocks * self.block_size).matched
+        blocks, _ = self.index.places_of(nodes)
+        is_end = chain.num_blocks <= num_blocks + 1  # the newest tokens are not computed yet
+        return blocks, self.index.windows.worth_keeping(nodes[: len(blocks)], is_end)
+
+    def put(self, row: int, extension: Extension, read: PrefixRead, data: npt.NDArray[np.uint8], copied: Int32) -> Extension:
+        """`extension`, of the admission of `row`, with the bytes `data` that `read` has read (`KeptPrefixes.finish`).
+
+        They add nothing unless they continue what the row has, and there are blocks for them. No block of `copied` gets any:
+        the plan copies from these.
+        """
+        first, (start, rest) = read.first, divmod(extension.num_computed, self.block_size)
+        upto = min(read.upto, first + len(data))
+        if rest or first > start or start >= upto:
             return extension
-        blocks = self.row_tables.anchor.blocks[0, row, start : start + len(data)].copy()
-        num_computed = (start + len(data)) * self.block_size
-        return replace(extension, num_computed=num_computed, read=BlockBytes(blocks, data))
+        groups, blocks = self.index.windows.groups, [self.row_tables.anchor.blocks[:, row, start:upto].copy()]
+        if (groups and extension.waits) or np.isin(blocks[0], copied).any():
+            return extension
+        if not groups:
+            put = BlockBytes(blocks[0][0], data[start - first :])
+            return replace(extension, num_computed=upto * self.block_size, read=put)
+        begun = self.row_tables.begin_at(row, start, upto, copied, self.swapping)
+        if begun is None:
+            return extension
+        blocks += begun[0]
+        data = np.concatenate(_parts_of(data, groups, (first, upto), blocks, self.block_size))
+        # The plan puts the bytes there before anything reads them, so that others may find them now, and the state stays.
+        tables = merged([extension.tables, begun[1], self.commit(row, read.chain, upto * self.block_size)])
+        targets = np.concatenate([of_group.ravel() for of_group in blocks])
+        held = self.pool.references(targets) > 0  # the others were there already
+        put, copies = BlockBytes(targets[held], data[held]), None  # the state is read, and not copied
+        return replace(extension, tables=tables, copies=copies, num_computed=upto * self.block_size, read=put)
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` and the chunk after it take from `available`: new ones, and found ones without references."""
@@ -375,3 +401,20 @@ class CacheManager:
         self.index.check_invariants()
         self.pins.check_invariants(self.index)
         self.swapping.check_invariants(self.index.blocks.used)
+
+
+def _parts_of(
+    data: npt.NDArray[np.uint8], groups: Sequence[LayerGroup], span: tuple[int, int], blocks: list[BlockIds], block_size: int
+) -> list[npt.NDArray[np.uint8]]:
+    """What of `data`, read for the blocks of tokens of `span` (`DiskIndex.to_read`), goes to `blocks` [tables, n] of the first
+    table and of each of `groups`: of each table the last n.
+    """
+    parts, at = [], 0
+    first, upto = span
+    reads = [first, *(max(first, int(first_block_read(group, np.array([upto]), block_size)[0])) for group in groups)]
+    for begin, of_group in zip(reads, blocks, strict=True):
+        tables, num = of_group.shape
+        part = data[at : at + tables * (upto - begin)].reshape(tables, upto - begin, data.shape[1])
+        parts.append(part[:, upto - begin - num :].reshape(tables * num, data.shape[1]))
+        at += tables * (upto - begin)
+    return parts

@@ -204,6 +204,16 @@ class RowTables:
         self._promote_nodes(row, hit, swapping)
         return merged([shared, extended]), None
 
+    def begin_at(
+        self, row: int, start: int, upto: int, copied: Int32, swapping: Swapping
+    ) -> tuple[list[BlockIds], Updates] | None:
+        """Let `row`, which has the first `start` blocks of its tokens, go on behind `upto` of them, which will be computed.
+
+        Returns for each of `window_groups` its blocks [tables, n] that lack bytes then, up to that one, and the table entries.
+        None, and no change, if blocks are short or some are among `copied`, of which copies are due. Here there are no groups.
+        """
+        return [], ()
+
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         """Publish the blocks of `row` from entry `first` on: `findable` hold its tokens now, and take the
         places of other blocks of the row.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.errors import NoFreeBlocks
-from .block_table import NO_UPDATE, BlockTables, Index, TableUpdate
+from .block_table import NO_UPDATE, BlockTables, Index, Int32, TableUpdate
 from .grouped_tables import GroupedTables
 from .layer_groups import LayerGroup
 from .prefix_index import PrefixHit, PrefixIndex
@@ -97,6 +97,17 @@ class StateTables(GroupedTables):
             if len(self.pool.release(found.ravel())):
                 self._states(index).mark_evictable(hit.nodes[-1:], passed=False)
         return self._and_state(updates, own), (found[:, 0], fresh) if found.size else None
+
+    def begin_at(
+        self, row: int, start: int, upto: int, copied: Int32, swapping: Swapping
+    ) -> tuple[list[BlockIds], Updates] | None:
+        own = self._table.of(row).T.copy()
+        begun = None if np.isin(own, copied).any() else super().begin_at(row, start, upto, copied, swapping)
+        if begun is None:
+            return None
+        behind = upto * self.block_size  # the state there is kept as well
+        self._stops[row] = [behind, *(stop for stop in self._stops.get(row, ()) if stop > behind)]
+        return [*begun[0], own], self._and_state(begun[1])
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         return self._and_state(super().publish(row, first, findable, swapping))

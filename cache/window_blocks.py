@@ -29,6 +29,23 @@ from .prefix_tree import NONE, Nodes
 _NONE: Int32 = np.empty(0, np.int32)
 
 
+def num_readable(have: Sequence[tuple[LayerGroup, npt.NDArray[np.bool_]]], block_size: int, num_blocks: int) -> int:
+    """The most of the first `num_blocks` blocks of tokens of a chain behind which every group has what is read next; `have`
+    says for each group which of these blocks it has.
+    """
+    lengths = np.arange(num_blocks + 1)
+    good = np.ones(num_blocks + 1, np.bool_)
+    for group, of_group in have:
+        missing = np.where(of_group, -1, lengths[:-1])
+        good[1:] &= np.maximum.accumulate(missing) < first_block_read(group, lengths[1:], block_size)
+    return int(np.flatnonzero(good)[-1])
+
+
+def first_block_read(group: LayerGroup, num_blocks: Index, block_size: int) -> Index:
+    """The number of the first block of tokens that is read of `group` by the token behind so many blocks."""
+    return group.first_read(num_blocks * block_size) // block_size
+
+
 class WindowBlocks:
     """Window blocks of `group`: on the device among `num_blocks` blocks, on the host among `num_slots` slots, for
     nodes below `capacity`.
@@ -78,6 +95,12 @@ class WindowBlocks:
         moved = nodes[self._has_passed[nodes] & (self._since[nodes] > 0)]
         if len(moved):
             self.mark_evictable(moved, passed=False)
+
+    def keeps(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
+        """Behind which of `nodes` requests may leave a common prefix: any that has a state, or blocks that all tokens read."""
+        if self.group.is_state or self.group.window is None:
+            return np.ones(len(nodes), np.bool_)
+        return self._keeps[nodes]
 
     def mark_evictable(self, nodes: Nodes, passed: bool) -> None:
         """The window blocks of `nodes` lost their last reference: because a sequence went on (`passed`), or ended.
@@ -230,12 +253,20 @@ class WindowBlocksOfGroups:
         """The most of the leading `nodes`, a chain from its root, behind which every group has what is read next; with
         `on_host` also on the host.
         """
-        lengths = np.arange(len(nodes) + 1)
-        good = np.ones(len(nodes) + 1, np.bool_)
+        return num_readable([(one.group, one.have(nodes, on_host)) for one in self._each], self._block_size, len(nodes))
+
+    def worth_keeping(self, nodes: Nodes, is_end: bool) -> list[tuple[Index, BlockIds]]:
+        """What is on the device, of each group, that requests may read which begin with some of `nodes`, a chain from its root:
+        the numbers of such nodes, and their window blocks [tables, n]. `is_end`: a sequence may end behind the last node.
+        """
+        found = []
         for one in self._each:
-            missing = np.where(one.have(nodes, on_host), -1, lengths[:-1])
-            good[1:] &= np.maximum.accumulate(missing) < self._first_read(one, lengths[1:])
-        return int(np.flatnonzero(good)[-1])
+            wanted = one.keeps(nodes)
+            if is_end and len(nodes):
+                wanted[int(self._first_read(one, np.array([len(nodes)]))[0]) :] = True
+            numbers = np.flatnonzero(wanted & one.have(nodes, on_host=False))
+            found.append((numbers, one.blocks_of(nodes[numbers])))
+        return found
 
     def read_next(self, one: WindowBlocks, nodes: Nodes) -> Nodes:
         """The last of `nodes`, a chain from its root, of which the token behind them reads window blocks of group `one`."""
@@ -284,4 +315,4 @@ class WindowBlocksOfGroups:
 
     def _first_read(self, one: WindowBlocks, num_nodes: Index) -> Index:
         """The number of the first block that is read by the token behind so many blocks."""
-        return one.group.first_read(num_nodes * self._block_size) // self._block_size
+        return first_block_read(one.group, num_nodes, self._block_size)

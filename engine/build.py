@@ -299,7 +299,7 @@ def _build(
         lease = None if sharing is None else sharing.lease
         core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
     owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.release])]
-    if (disk := open_disk_tier(plan, config, checkpoint, runner)) is not None:
+    if (disk := open_disk_tier(plan, config, checkpoint, runner, cache)) is not None:
         core.disk = cache.disk = disk
         owners.insert(0, disk.close)
     _log_ready(plan, arena.mapped_bytes, core, began)

@@ -27,6 +27,7 @@ from ..allocator.arena import Arena
 from ..allocator.cuda_arena import CudaArena
 from ..allocator.errors import DriverUnavailable
 from ..allocator.host_arena import HostArena
+from ..cache.manager import CacheManager
 from ..cache.storage import Storage, TensorArena
 from ..common.host_memory import free_host_bytes
 from ..common.units import format_bytes
@@ -270,8 +271,10 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
         raise ConfigError(f"host_kv_memory: {error}") from error
 
 
-def open_disk_tier(plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner) -> DiskTier | None:
-    """The disk tier below the blocks of `runner`. None without one, and if its folder cannot be used.
+def open_disk_tier(
+    plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner, cache: CacheManager
+) -> DiskTier | None:
+    """The disk tier below the blocks of `runner`, which `cache` assigns. None without one, and if its folder cannot be used.
 
     Raises ConfigError where `check_disk_tier` does, and if `disk_kv_memory` holds no block.
     """
@@ -286,7 +289,7 @@ def open_disk_tier(plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoin
         files = DiskFiles(
             folder_of(path, str(checkpoint.spec.path.resolve()), json.dumps(layout)),
             config.disk_kv_memory,
-            BlockKind(identity, plan.geometry.payload_bytes, plan.block_size),
+            BlockKind(identity, plan.geometry.payload_bytes, plan.block_size, tuple(cache.index.windows.groups)),
             config.prefix_hash_secret,
         )
     except OSError as error:
@@ -304,11 +307,11 @@ def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:
         raise ConfigError(
             "disk_kv_memory needs Linux: files of other systems would take memory for what is on disk; leave it out"
         )
-    if config.disk_kv_memory and (plan.state_bytes or len(groups) > 1 or groups[0].window or groups[0].num_tables > 1):
-        what = "states" if plan.state_bytes else "windows, or several groups of layers"
+    if config.disk_kv_memory and groups[0].window is not None:
+        what = "states" if plan.state_bytes else "windows"
         raise ConfigError(
-            f"disk_kv_memory keeps no prefixes of {plan.model}: its layers have {what}, and only blocks of layers that read "
-            "all tokens are kept on disk; leave it out"
+            f"disk_kv_memory keeps no prefixes of {plan.model}: all its layers have {what}, and what is on disk is found by "
+            "the blocks of layers that read all tokens; leave it out"
         )
 
 

@@ -24,7 +24,7 @@ from ..cache.prefix_index import PrefixHit
 from .cost import SwapCost
 from .forecast import LengthForecast
 from .outcome import Decisions, Ends, Finished, Stats
-from .plan import NO_ROWS, Admission, Bool, PendingPlans
+from .plan import NO_ROWS, NO_TOKENS, Admission, Bool, PendingPlans
 from .request import Request, Sampling
 from .sequence import NOTHING, FinishReason, Sequence, SequenceStatus
 from .waiting import Waiting
@@ -279,10 +279,10 @@ class SchedulerState:
         else:
             extension = self.cache.fork(start.leader_row, row, len(tokens) - 1, len(tokens))
         assert extension is not None, "admitted without enough blocks"
-        if extension.copies is not None:
-            self.changes.copies.append(extension.copies)
         if sequence.read is not None:
             extension = self._take_read(sequence, row, extension)
+        if extension.copies is not None:
+            self.changes.copies.append(extension.copies)
         self.rows.computed[row] = extension.num_computed
         sequence.set_status(SequenceStatus.PREFILLING)
         sequence.row, sequence.shares = row, NOTHING
@@ -307,7 +307,8 @@ class SchedulerState:
             return extension
         data, before = self.cache.disk.finish(read), extension.num_computed
         if read.chain is sequence.chain:
-            extension = self.cache.put(row, extension, read.first, data)
+            copied = [copies.sources for copies in self.changes.copies]
+            extension = self.cache.put(row, extension, read, data, np.concatenate([NO_TOKENS, *copied]))
         if extension.read is not None:
             self.changes.reads.append(extension.read)
         num_read = extension.num_computed - before

@@ -360,12 +360,13 @@ class PendingStep:
 
 
 class FakeRead:
-    """A read of blocks of `chain`, which hold their tokens, that is over after some looks."""
+    """A read of the blocks `span` of `chain`, which hold their tokens, and of other groups, that is over after some looks."""
 
     why, seconds = "", 0.0
 
-    def __init__(self, chain: Chain, first: int, data: np.ndarray, looks: int) -> None:
-        self.chain, self.first, self.data = chain, first, data
+    def __init__(self, chain: Chain, span: tuple[int, int], data: np.ndarray, looks: int) -> None:
+        self.chain, self.data = chain, data
+        self.first, self.upto = span
         self._looks = looks
 
     @property
@@ -383,10 +384,11 @@ class FakeRead:
 
 
 class FakeDisk:
-    """A disk tier without an end. Some reads are not worth it, and of some a part comes."""
+    """A disk tier without an end, with all of `groups`, the other ones. Some reads are not worth it, of some a part comes."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.num_read = 0
+        self.groups: tuple[LayerGroup, ...] = ()
         self._rng = rng
         self._kept: set[tuple[bytes | None, bytes]] = set()
 
@@ -399,8 +401,13 @@ class FakeDisk:
             return None
         if self._rng.random() < 0.2:
             num = int(self._rng.integers(first, num))
-        data = chain.tokens[first * size : num * size].reshape(-1, size)
-        return FakeRead(chain, first, data.copy(), int(self._rng.integers(8)))
+        blocks = chain.tokens[: num * size].copy().reshape(-1, size)
+        data = [blocks[first:]]
+        for group in self.groups if num > first else ():
+            begin = max(first, group.first_read(num * size) // size)
+            state = np.repeat(_state(blocks.ravel(), group.num_tables), size, 1)
+            data.append(state if group.is_state else np.tile(blocks[begin:], (group.num_tables, 1)))
+        return FakeRead(chain, (first, num), np.concatenate(data), int(self._rng.integers(8)))
 
     def finish(self, read: FakeRead) -> np.ndarray:
         self.num_read += len(read.data)
@@ -442,7 +449,8 @@ class World:
             max_cached_blocks=max_cached,
             host_slots=host_slots,
         )
-        self.cache.disk = disk
+        if disk is not None and groups and groups[0].window is None:  # others keep nothing on disk
+            self.cache.disk, disk.groups = disk, self.cache.index.windows.groups
         self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))

@@ -34,7 +34,6 @@ VARIANTS = tuple(
         ("sound", "faulty"),
         ("full", "groups", "states"),
     )
-    if "disk" not in words or "full" in words  # others keep nothing on disk
 )
 
 # Of any two of these words that go together, some variant has both.
@@ -49,7 +48,8 @@ PAIRWISE = (
     "elastic-prefixes-alternate-sound-states",
     "fixed-host-alternate-sound-states",
     "fixed-disk-alternate-faulty-full",
-    "elastic-disk-ahead-sound-full",
+    "elastic-disk-alternate-faulty-groups",
+    "fixed-disk-ahead-sound-states",
 )
 
 

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from ...cache.block_table import Int32
 from ...cache.disk_index import MOST_PLACES, DiskIndex, Records, record_type, seal
+from ...cache.layer_groups import LayerGroup
 from ...common.state_dir import user_dir
 from ...common.units import format_bytes
 from ..errors import ConfigError
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-VERSION = 2
+VERSION = 3
 FILE_BYTES = 64 << 20  # of one file, an extent of the tier
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 4 << 20  # read at once, between two looks at the time
@@ -70,11 +71,14 @@ class FolderUnusable(OSError):
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """What blocks are of: all that their bytes depend on beside their tokens; and their size in bytes and in tokens."""
+    """What blocks are of: all that their bytes depend on beside their tokens; their size in bytes and in tokens; and the groups
+    of layers other than the first.
+    """
 
     identity: str
     block_bytes: int
     block_size: int
+    groups: tuple[LayerGroup, ...] = ()
 
 
 class DiskFiles:
@@ -108,11 +112,12 @@ class DiskFiles:
             self._lock = _locked(folder)
             header = {
                 "version": VERSION, "identity": kind.identity, "block_bytes": block_bytes, "record_bytes": self._dtype.itemsize,
+                "groups": str(kind.groups),
                 "keyed": "" if secret is None else hashlib.sha256(b"kept" + secret).hexdigest(),
             }  # fmt: skip
             try:
                 key, records = self._open(header, num_places, secret)
-                self.index = DiskIndex(kind.block_size, num_places, key)
+                self.index = DiskIndex(kind.block_size, num_places, key, kind.groups)
                 self.index.load(records, time.time())
                 self._drop_beyond(self.index.live_records())
                 self.tidy()
@@ -375,7 +380,7 @@ def _header(raw: bytes) -> dict[str, Any]:
 
 def _check(record: Any, row: Bytes) -> int:
     """The checksum of a block's bytes, and of what they are."""
-    return zlib.crc32(row.data, zlib.crc32(record["digest"].tobytes()))
+    return zlib.crc32(row.data, zlib.crc32(record["digest"].tobytes() + record["table"].tobytes()))
 
 
 def _runs(places: Int32, per_file: int) -> Iterator[tuple[int, int]]:

@@ -45,22 +45,25 @@ _DAY_S = 86_400.0
 _FORGET = 0.9  # factor on earlier measurements
 
 
-def planned_bytes(sequence_bytes: int, room_bytes: int) -> int:
+def planned_bytes(sequence_bytes: int, room_bytes: int, unit_bytes: int = 0) -> int:
     """Host memory of a disk tier: for blocks on their way from disk, those of a few sequences of the greatest length at most,
-    which take `sequence_bytes` each, and for blocks on their way to it. `room_bytes`: what the weights leave of the host.
+    which take `sequence_bytes` each, and for blocks on their way to it, the largest unit of `unit_bytes` at least.
+    `room_bytes`: what the weights leave of the host.
     """
-    return min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE) + 2 * MOST_WRITES_BYTES
+    reads = min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE)
+    return reads + 2 * max(MOST_WRITES_BYTES, unit_bytes)
 
 
 class DiskRead:
-    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress.
+    """The read of the blocks `first` to `upto` (exclusive) of `chain`, perhaps still in progress: of the places of `records`
+    (`DiskIndex.to_read`), in their order.
 
     `why`: why not all is read, if that is known before.
     """
 
-    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float, why: str = "") -> None:
+    def __init__(self, chain: Chain, span: tuple[int, int], records: Records, limit_s: float, why: str = "") -> None:
         self.chain = chain
-        self.first = first
+        self.first, self.upto = span
         self.records = records
         self.why = why  # why not all was read
         self.seconds = 0.0  # that it took, without the time in which others were read
@@ -135,7 +138,10 @@ class DiskTier:
     ) -> None:
         self._files = files
         self._storage = storage
-        self._most_reads = max(1, (host_bytes - 2 * MOST_WRITES_BYTES) // files.block_bytes)  # blocks
+        unit_bytes = max([1, *(group.num_tables for group in files.index.groups)]) * files.block_bytes
+        writes_bytes = max(MOST_WRITES_BYTES, unit_bytes)
+        self._most_writes = writes_bytes // files.block_bytes  # blocks, and so are these:
+        self._most_reads = max(1, (host_bytes - 2 * writes_bytes) // files.block_bytes)
         self._clock = clock
         self._writer = ThreadPoolExecutor(1, "pagetide-disk-writes")
         self._reader = ThreadPoolExecutor(1, "pagetide-disk-reads")
@@ -169,26 +175,27 @@ class DiskTier:
         if upto <= first or not self.index.num_used:
             return None
         own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
-        places = self.index.find(own, upto)[first:]
-        most = self._most_reads - sum(len(read.records) for read in self._reads)
-        if not len(places):
+        if len(self.index.find(own, upto)) <= first:
             return None
-        if most <= 0:
-            return DiskRead(chain, first, self.index.records[:0], 0.0, "reads for other requests take the memory for them")
-        places = places[:most]
-        compute_s, (num_bytes, seconds) = len(places) * size / tokens_per_s, self._measured
+        none = (first, first), self.index.records[:0], 0.0
+        upto, places = self.index.to_read(own, first, upto, self._most_reads - sum(len(read.records) for read in self._reads))
+        if not len(places):
+            return DiskRead(chain, *none, "reads for other requests take the memory for them")
+        compute_s, (num_bytes, seconds) = (upto - first) * size / tokens_per_s, self._measured
         if num_bytes and len(places) * self._files.block_bytes * seconds >= compute_s * num_bytes:
             self._measured = num_bytes, seconds * _FORGET  # so that it is tried again some time
-            return DiskRead(chain, first, self.index.records[:0], 0.0, "computing takes less time")
+            return DiskRead(chain, *none, "computing takes less time")
         self.hits += 1
-        self.index.used(own, first + len(places))
-        read = DiskRead(chain, first, self.index.records[places], max(LEAST_LIMIT_S, compute_s))
+        self.index.used(own, upto)
+        read = DiskRead(chain, (first, upto), self.index.records[places], max(LEAST_LIMIT_S, compute_s))
         self._reads.add(read)
         self._reader.submit(read.run, self._files)
         return read
 
     def finish(self, read: DiskRead) -> Bytes:
-        """End `read`. Returns the bytes of its first blocks [n, block_bytes], as many as were read."""
+        """End `read`. Returns the bytes [n, block_bytes] of its blocks, as many of the first as were read; with other groups of
+        all, and behind them those of each group, or nothing.
+        """
         data = read.take()
         if not len(read.records):
             return data
@@ -199,7 +206,7 @@ class DiskTier:
         if read.why == "damaged":
             log.warning("a block of %s is not as it was written: it is forgotten, and computed again", self._files.folder)
             self.index.forget(read.records[len(data) : len(data) + 1])
-        return data
+        return data if len(data) == len(read.records) or not self.index.groups else data[:0]
 
     def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
         """The first `num_blocks` blocks of `chain` are findable in memory now; `retention`: a hint for them."""
@@ -225,10 +232,13 @@ class DiskTier:
         self.index.expire(time.time())
         if now < self._paused_until:
             self._fresh.clear()
-        while self._fresh and (room := MOST_WRITES_BYTES // self._files.block_bytes - self._num_in_flight) > 0:
+        while self._fresh and (room := self._most_writes - self._num_in_flight) > 0:
             key = next(iter(self._fresh))
-            if not self._save_one(cache, room, *self._fresh[key]):
+            num, are_left = self._save_one(cache, room, *self._fresh[key])
+            if not are_left:
                 del self._fresh[key]
+            elif not num:  # for a unit that waits for room
+                break
 
     def wait(self, seconds: float) -> None:
         """Wait until a write is done, at most so long."""
@@ -273,11 +283,13 @@ class DiskTier:
     def _today(self) -> int:
         return int(time.time() // _DAY_S)
 
-    def _save_one(self, cache: CacheManager, room: int, chain: Chain, num_blocks: int, retention: Retention | None) -> bool:
-        """Begin to write up to `room` blocks of `chain`. Returns whether some are left."""
+    def _save_one(
+        self, cache: CacheManager, room: int, chain: Chain, num_blocks: int, retention: Retention | None
+    ) -> tuple[int, bool]:
+        """Begin to write up to `room` blocks of `chain`, with units. Returns how many, and whether some are left."""
         size = chain.hasher.block_size
         own = self.index.chain(chain.tokens[: num_blocks * size].copy(), chain.salt)
-        blocks = cache.index.lookup(chain, num_blocks * size).blocks
+        blocks, units = cache.worth_keeping(chain, num_blocks)
         known = self.index.num_known(own, num_blocks)
         upto = min(len(blocks), known + room)
         records = self.index.take(own, upto) if upto > known else self.index.records[:0]
@@ -286,11 +298,21 @@ class DiskTier:
             if len(noted):
                 self._writer.submit(_note, self._files, noted)
             records = self.index.records[records["place"]]
-        if not len(records):
-            return False
-        copied = Download(self._storage.bytes_of(cache.bytes_at(blocks[known : known + len(records)])))
-        self._writes.append((self._writer.submit(partial(_write, self._files, records, copied)), records))
-        return known + len(records) == upto < len(blocks)
+        are_left = known + len(records) == upto < len(blocks)
+        taken, sources = [records], [blocks[known : known + len(records)]]
+        for number, (depths, of_group) in enumerate(units):
+            lacking = self.index.lack_units(own, number, depths)
+            depths, of_group = depths[lacking], of_group[:, lacking]
+            fitting = (room - sum(map(len, taken))) // len(of_group)
+            are_left |= fitting < len(depths)
+            records, num = self.index.take_units(own, number, depths[:fitting])
+            taken.append(records)
+            sources.append(of_group[:, :num].ravel())
+        records = np.concatenate(taken)
+        if len(records):
+            copied = Download(self._storage.bytes_of(cache.bytes_at(np.concatenate(sources))))
+            self._writes.append((self._writer.submit(partial(_write, self._files, records, copied)), records))
+        return len(records), are_left
 
     def _settle(self) -> None:
         """Account for the writes that are over."""

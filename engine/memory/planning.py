@@ -172,7 +172,9 @@ def _disk_buffer_bytes(
     if not config.disk_kv_memory:
         return 0
     host_bytes = room_bytes if device.type == "cpu" else free(torch.device("cpu"))
-    return planned_bytes(geometry.kv_bytes_per_token * model_length(config, checkpoint), host_bytes)
+    sequence_bytes = geometry.kv_bytes_per_token * model_length(config, checkpoint) + geometry.state_bytes
+    unit_bytes = geometry.payload_bytes * max(group.num_tables for group in geometry.groups)
+    return planned_bytes(sequence_bytes, host_bytes, unit_bytes)
 
 
 def _answers_bytes(device: torch.device, room_bytes: int, free: Callable[[torch.device], int]) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pagetide.cache.disk_index import DiskIndex, Records, seal, sound
+from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.cache.retention import Retention
 
 SIZE, KEY = 4, b"k" * 32
@@ -48,6 +49,72 @@ def test_it_finds_what_a_dict_of_prefixes_finds_and_evicts_to_stay_within_its_pl
         assert found(again, *path, salt=salt) == places
     assert index.num_used == 24
     assert len({known[place] for place in range(24)}) == 24
+
+
+def test_of_groups_it_finds_what_lists_of_units_find_and_reads_what_was_written_there() -> None:
+    """A window of 9 tokens in two tables, and states in three places, at random blocks of tokens."""
+    groups = (LayerGroup(2, window=9), state_group(3))
+    for places in (600, 60):
+        rng, index = np.random.default_rng(places), DiskIndex(SIZE, places, KEY, groups)
+        at: dict[int, tuple[object, int]] = {}  # by place: the path to the block, and the table
+        units: set[tuple[object, int]] = set()
+        for turn in range(60):
+            path = tuple(rng.integers(0, 3, rng.integers(1, 7)).tolist())
+            put(index, *path)
+            chain = index.chain(tokens(*path), None)
+            for place, depth in zip(index.records["place"][index._places(chain, 9)].tolist(), range(9), strict=False):
+                at[place] = path[: depth + 1], 0
+            for number, group in enumerate(groups):
+                depths = np.flatnonzero(rng.random(len(path)) < 0.4)
+                depths = depths[index.lack_units(chain, number, depths)]
+                records, num = index.take_units(chain, number, depths)
+                assert len(records) == num * group.num_tables
+                if turn % 9 == 8:
+                    index.forget(records[:1])
+                    records = index.unsettled(records)
+                index.written(seal(records))
+                for record in records:
+                    at[int(record["place"])] = path[: record["depth"] + 1], int(record["table"])
+                    units.add((path[: record["depth"] + 1], number))
+            index.check_invariants()
+            again = index
+            if turn % 10 == 9:
+                again = DiskIndex(SIZE, places, KEY, groups)
+                again.load(index.live_records())
+                again.check_invariants()
+                chain = again.chain(tokens(*path), None)
+            have = [[(path[: i + 1], number) in units for i in range(len(path))] for number in (0, 1)]
+            good = [
+                n for n in range(len(path) + 1)
+                if not n or (all(have[0][max(0, n * SIZE - 8) // SIZE : n]) and have[1][n - 1])
+            ]  # fmt: skip
+            assert len(again.find(chain, 9)) == good[-1] or places < 600
+            first = int(rng.integers(0, 3))
+            upto, to_read = again.to_read(chain, first, len(path), 25)
+            wanted = [(path[: i + 1], 0) for i in range(first, upto)]
+            begins = [max(first, (upto * SIZE - 8) // SIZE), max(first, upto - 1)]
+            for table, begin in zip((1, 2, 3, 4, 5), (begins[0],) * 2 + (begins[1],) * 3, strict=True):
+                wanted += [(path[: i + 1], table) for i in range(begin, upto)]
+            assert [at[place] for place in to_read.tolist()] == (wanted if upto > first else [])
+            assert len(to_read) <= 25
+        assert index.num_used <= places
+
+
+def test_states_are_written_where_they_spare_an_eighth_of_their_size() -> None:
+    index = DiskIndex(SIZE, 90, KEY, (state_group(24),))
+    put(index, *range(9))
+    chain = index.chain(tokens(*range(9)), None)
+    depths = np.array([1, 2, 4, 5, 8, 9])
+    lacking = index.lack_units(chain, 0, depths)
+    assert depths[lacking].tolist() == [2, 5, 8]
+    records, num = index.take_units(chain, 0, depths[lacking])
+    assert (num, len(records)) == (3, 72)
+    index.written(seal(records))
+    assert not index.lack_units(chain, 0, depths).any()
+    assert len(index.find(chain, 8)) == 6
+    index.forget(records[index.records["depth"][records["place"]] == 5][:1])
+    assert depths[index.lack_units(chain, 0, depths)].tolist() == [5]
+    assert (len(index.find(chain, 8)), len(index.find(chain, 9))) == (3, 9)
 
 
 def test_a_block_counts_once_it_is_written_and_not_if_another_has_its_place() -> None:

@@ -17,22 +17,24 @@ import numpy as np
 import pytest
 from families import VOCAB, tiny
 from hypothesis import settings
+from state_families import STATE_FAMILIES, tiny_with_states
 
 from pagetide import LLM, SamplingParams
+from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.cache.retention import Retention
 from pagetide.engine.execution.disk_files import BlockKind, DiskFiles, folder_bytes
 from pagetide.scheduler.cost import SwapCost
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it kills processes")
 
-KIND, CAP = BlockKind("model", 3000, 4), 256 << 10
+KIND, CAP = BlockKind("model", 3000, 4, (LayerGroup(2, window=9), state_group(3))), 256 << 10
 NUM_KILLS = 500 if not settings.default.derandomize else 50  # more in `make soak`
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0)
 
 
-def content(path: tuple[int, ...]) -> np.ndarray:
-    """The bytes of the last block of `path`."""
-    return np.random.default_rng(path).integers(0, 256, 3000).astype(np.uint8)
+def content(path: tuple[int, ...], table: int = 0) -> np.ndarray:
+    """The bytes that a table has of the last block of `path`."""
+    return np.random.default_rng((*path, 9 + table)).integers(0, 256, 3000).astype(np.uint8)
 
 
 def write_for_ever(folder: Path, seed: int) -> None:
@@ -54,7 +56,11 @@ def write_for_ever(folder: Path, seed: int) -> None:
             with suppress(OSError):
                 files.note(files.index.retain(chain, len(path), Retention(draw.choice((1.0, 9.0, 99.0))), time.time()))
             continue
-        data = np.array([content(path[: int(record["depth"]) + 1]) for record in records])
+        depths = np.flatnonzero(np.array([draw.random() < 0.5 for _ in path]))
+        for number in (0, 1):
+            lacking = files.index.lack_units(chain, number, depths)
+            records = np.append(records, files.index.take_units(chain, number, depths[lacking])[0])
+        data = np.array([content(path[: int(record["depth"]) + 1], int(record["table"])) for record in records])
         try:
             files.index.written(files.write(records, data))
             files.tidy()
@@ -63,7 +69,7 @@ def write_for_ever(folder: Path, seed: int) -> None:
 
 
 def test_no_kill_full_disk_or_flipped_bit_gives_a_wrong_block_or_more_than_the_cap(tmp_path: Path) -> None:
-    draw, num_read, num_damaged, num_retained = random.Random(7), 0, 0, 0
+    draw, num_read, num_of_units, num_damaged, num_retained = random.Random(7), 0, 0, 0, 0
     for kill in range(NUM_KILLS):
         child = os.fork()
         if not child:
@@ -90,18 +96,19 @@ def test_no_kill_full_disk_or_flipped_bit_gives_a_wrong_block_or_more_than_the_c
             path = path_of(files, record)
             out = np.empty((1, 3000), np.uint8)
             if files.read(record[None], out, lambda _: True):
-                assert (out[0] == content(path)).all(), "bytes of another block"
+                assert (out[0] == content(path, int(record["table"]))).all(), "bytes of another block or table"
                 num_read += 1
+                num_of_units += record["table"] > 0
             else:
                 num_damaged += 1
         files.close()
-    assert num_read
+    assert num_read > num_of_units > 0
     assert num_damaged
     assert num_retained
 
 
 def path_of(files: DiskFiles, record: Any) -> tuple[int, ...]:
-    by_digest = {one["digest"].tobytes(): one for one in files.index.live_records()}
+    by_digest = {one["digest"].tobytes(): one for one in files.index.live_records() if not one["table"]}
     path = [int(record["tokens"][0])]
     while record["depth"]:
         record = by_digest[record["parent"].tobytes()]
@@ -141,3 +148,38 @@ def test_an_engine_that_is_killed_leaves_prefixes_with_the_same_tokens(tmp_path:
             assert [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts] == expected
             found += llm.stats()["disk_tier"]["hit_tokens"]
     assert found > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gpt_oss", {"max_chunk_tokens": 40}), ("gemma2", {"host_kv_memory": "1MiB", "kv_memory": "192KiB"}),
+        ("gemma3_text", {"kv_cache_dtype": "int8"}), ("qwen3_5_text", {"max_chunk_tokens": 24}), ("lfm2", {}), ("jamba", {}),
+        ("olmo_hybrid", {"kv_memory": "192KiB", "max_seqs": 3}),
+    ],
+)  # fmt: skip
+def test_turns_of_models_with_windows_and_states_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, more: dict[str, Any]
+) -> None:
+    """Conversations that share prefixes, each turn in a new process, with forks, several requests at a time."""
+    monkeypatch.setattr(SwapCost, "tokens_per_s", 0.1)
+    model = tiny_with_states(family) if family in STATE_FAMILIES else tiny(family, sliding_window=37)
+    model.save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "share": False, "kv_memory": "2MiB"}
+    sampling = SamplingParams(max_new_tokens=21, temperature=0.7, seed=3, n=2)
+    base = [3 + (7 * i * i + i // 9) % (VOCAB - 3) for i in range(150)]
+    prompts, found = [base[:100] + base[at : at + 20] for at in range(5)], 0
+    for _ in range(3):
+        with LLM(
+            str(tmp_path / "model"), prefix_caching=False, **{**options, "kv_cache_dtype": more.get("kv_cache_dtype", "auto")}
+        ) as llm:
+            expected = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, sampling)]
+        with LLM(str(tmp_path / "model"), disk_kv_memory="8MiB", disk_kv_path=tmp_path / "kv", **{**options, **more}) as llm:
+            outputs = llm.generate(prompts, sampling)
+            assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
+            found += llm.stats()["disk_tier"]["hit_tokens"]
+            with llm.locked_engine() as parts:
+                parts.core.scheduler.cache.check_invariants()
+                parts.core.disk.index.check_invariants()
+        prompts = [prompt + list(tokens[0]) + [5, 6, 7] for prompt, tokens in zip(prompts, expected, strict=True)]
+    assert found > 2 * 100

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from families import VOCAB, tiny
+from state_families import STATE_FAMILIES, tiny_with_states
 
 from pagetide import LLM, SamplingParams
 from pagetide.cache.retention import Retention
@@ -77,6 +78,36 @@ def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: 
         second.reset_prefix_cache()
         assert told(second, prompts) == expected
         assert second.stats()["disk_tier"]["hit_tokens"] == 144 + 48
+
+
+@pytest.mark.parametrize(("family", "at"), [("gemma3_text", [144, 112, 128]), ("qwen3_5_text", [144, 80, 48])])
+def test_windows_and_states_are_read_where_all_layers_can_go_on(tmp_path: Path, family: str, at: list[int]) -> None:
+    """Behind the end of a prompt, and where two have parted; what a flipped bit hits is computed."""
+    model = tiny_with_states(family) if family in STATE_FAMILIES else tiny(family, sliding_window=40)
+    model.save_pretrained(saved := str(tmp_path / "model"))
+    prompts = [PROMPT, PROMPT[:90] + PROMPT[:40], PROMPT[:112] + PROMPT[:9]]
+    with engine(saved, None, prefix_caching=False) as plain:
+        expected = told(plain, prompts)
+    with engine(saved, tmp_path, max_chunk_tokens=40) as first:
+        assert told(first, prompts[:2]) == expected[:2]
+    for damaged in (False, True):
+        if damaged:
+            (data,) = tmp_path.glob("*/0000.kv")
+            raw = bytearray(data.read_bytes())
+            raw[len(raw) // 2] ^= 1
+            data.write_bytes(raw)
+        with engine(saved, tmp_path) as second:
+            outputs = [second.generate([prompt], GREEDY)[0] for prompt in (prompts[0], prompts[2], prompts[1])]
+            assert [list(output.token_ids) for output in outputs] == [expected[0], expected[2], expected[1]]
+            again = second.generate([prompts[0]], GREEDY)[0]
+            assert (list(again.token_ids), again.num_cached_tokens, again.num_disk_tokens) == (expected[0], 144, 0)
+            if not damaged:
+                assert [output.num_disk_tokens for output in outputs] == at
+            else:
+                assert "damaged" in [one["why"] for one in second.explain()]
+            with second.locked_engine() as parts:
+                parts.core.scheduler.cache.check_invariants()
+                parts.core.disk.index.check_invariants()
 
 
 def test_reads_that_fail_stall_or_take_longer_than_computing_are_done_without(
@@ -206,6 +237,6 @@ def test_what_is_not_kept_on_disk_is_refused(saved: str, tmp_path: Path) -> None
         patch.delattr(os, "posix_fadvise")
         with pytest.raises(ConfigError, match="needs Linux"):
             engine(saved, tmp_path)
-    tiny("gemma2").save_pretrained(tmp_path / "windows")
-    with pytest.raises(ConfigError, match="windows, or several groups"):
+    tiny("mistral").save_pretrained(tmp_path / "windows")
+    with pytest.raises(ConfigError, match="all its layers have windows"):
         engine(str(tmp_path / "windows"), tmp_path)
