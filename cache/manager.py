@@ -232,8 +232,18 @@ class CacheManager:
         """Where the bytes of `blocks` are until the next plan is done."""
         return self._bytes_at[blocks]
 
+    def bytes_of(self, chain: Chain, num_tokens: int) -> Int32:
+        """Where the bytes of the blocks of the first `num_tokens` tokens of `chain` lie between two steps, as far as they are
+        found: in a block, or, below 0, in that slot of the host tier. None of layers that do not read all tokens.
+        """
+        if self.row_tables.others or self.row_tables.num_tables > 1:
+            return self._bytes_at[:0]
+        hit = self.index.lookup(chain, num_tokens)
+        leaving = self.host.leaving(hit.slots)
+        return np.concatenate((self._bytes_at[hit.blocks], np.where(leaving, leaving, -hit.slots)))
+
     def put(self, row: int, extension: Extension, first: int, data: npt.NDArray[np.uint8]) -> Extension:
-        """`extension`, of the admission of `row`, with bytes from disk: `data` of its blocks from `first` on.
+        """`extension`, of the admission of `row`, with bytes from elsewhere: `data` of its blocks from `first` on.
 
         They add nothing unless they continue what the row has.
         """

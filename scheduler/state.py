@@ -283,6 +283,8 @@ class SchedulerState:
             self.changes.copies.append(extension.copies)
         if sequence.read is not None:
             extension = self._take_read(sequence, row, extension)
+        if sequence.kept is not None:
+            extension = self._take_kept(sequence, row, extension)
         self.rows.computed[row] = extension.num_computed
         sequence.set_status(SequenceStatus.PREFILLING)
         sequence.row, sequence.shares = row, NOTHING
@@ -315,6 +317,36 @@ class SchedulerState:
         sequence.root.num_disk_tokens = num_read
         self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
+
+    def _take_kept(self, sequence: Sequence, row: int, extension: Extension) -> Extension:
+        """`extension`, of the admission of `sequence` to `row`, with what was kept of it while the engine slept."""
+        kept, sequence.kept = sequence.kept, None
+        assert kept is not None
+        extension = self.cache.put(row, extension, 0, kept.data(sequence.sharable // self.cache.block_size))
+        if extension.read is not None:
+            self.changes.reads.append(extension.read)
+        return extension
+
+    def take_over(self, other: SchedulerState) -> None:
+        """Queue the sequences of `other`, none of which has a row, behind those that are here: none.
+
+        They end by length where the pool is too small for them by now.
+        """
+        assert not (self.by_id or other.by_row or other.finishing), "sequences are taken over where none run"
+        self.by_id, self.waiting, self._numbers = other.by_id, other.waiting, other._numbers
+        self.aborted, self.finished = other.aborted, other.finished
+        waiting, cache = self.waiting, self.cache
+        for sequence in waiting.reading.copy():
+            waiting.remove(sequence)
+            waiting.add(sequence)
+        waiting.requeue_deferred()
+        for sequence in list(self.by_id.values()):
+            sequence.chain = cache.chain(sequence.tokens, sequence.request.cache_salt)
+            sequence.read = None
+            self.stats.recomputed_tokens += sequence.computed  # reduced on admission by what is found
+            known, most = len(sequence.tokens), self.rows.tokens.shape[1]
+            if known >= most or cache.blocks_for(known) > cache.pool.capacity:
+                self.end(sequence, "length")
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""

@@ -39,6 +39,7 @@ class ShardedHostPool:
 
     def __init__(self, team: ShardTeam, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.read = None  # each shard has its part of every block
         self._team = team
 
     @property
