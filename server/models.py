@@ -691,7 +691,7 @@ class ModelRegistry:
         async with model.change():
             num_suspended, now = model.num_running, self._clock()
             idle_s = 0.0 if num_suspended else now - model.last_used
-            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes, num_suspended)
+            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes, now - model.since, num_suspended)
             reason = "turn" if num_suspended else "memory"
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:

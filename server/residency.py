@@ -84,6 +84,7 @@ class Departure:
         taker: What needed the memory; None: all took more than they may.
         idle_s: Seconds without requests, by which it was chosen: no other one that might leave had more.
         num_bytes: Of its weights.
+        resident_s: How long it was there.
         num_suspended: Requests that go on when it returns; with some, it was chosen as it was there longest.
     """
 
@@ -91,6 +92,7 @@ class Departure:
     taker: str | None
     idle_s: float
     num_bytes: int
+    resident_s: float
     num_suspended: int = 0
 
     def __str__(self) -> str:
@@ -98,7 +100,7 @@ class Departure:
         why = f"it had no request for {self.idle_s:.1f} s"
         if self.num_suspended:
             why = f"its requests, {self.num_suspended}, go on when it returns"
-        return f"{taker}: {why}, and gives {format_bytes(self.num_bytes)}"
+        return f"{taker} after {self.resident_s:.1f} s: {why}, and gives {format_bytes(self.num_bytes)}"
 
 
 def victims(residents: Iterable[Resident], excess_bytes: int, now: float, busy: bool = False) -> list[str] | None:
