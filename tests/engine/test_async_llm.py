@@ -769,9 +769,7 @@ async def test_a_sleeper_that_is_stopped_is_freed_and_a_changed_checkpoint_is_lo
 
 
 @pytest.mark.parametrize("host_kv_memory", [0, MIB])
-async def test_requests_go_on_after_a_sleep_that_suspends_them(
-    llm: AsyncLLM, tmp_path: Path, host_kv_memory: int
-) -> None:
+async def test_requests_go_on_after_a_sleep_that_suspends_them(llm: AsyncLLM, tmp_path: Path, host_kv_memory: int) -> None:
     """Running, waiting, streamed, beams: the tokens are those of an engine that never slept, and none comes twice."""
     params = [
         up_to(60, temperature=0), up_to(60, temperature=1, seed=3, logprobs=2), up_to(40, n=3, seed=5, temperature=1),

@@ -26,7 +26,11 @@ def test_the_least_recently_used_leave_and_none_without_need() -> None:
     assert victims([c, b, a], 15, 9) == ["b"]  # "a" goes for nothing
     assert victims([c, b, a], 35, 9) == ["c"] and victims([c, b, a], 45, 9) == ["a", "c"]
     assert victims([c, b, a], 35, 4) is None  # "c" has its minimum residency
-    held = [Resident("a", 10, 1, 0, pinned=True), Resident("b", 20, 2, 4, num_requests=1), Resident("c", 5, 3, 2, num_requests=2)]
+    held = [
+        Resident("a", 10, 1, 0, pinned=True),
+        Resident("b", 20, 2, 4, num_requests=1),
+        Resident("c", 5, 3, 2, num_requests=2),
+    ]
     assert victims(held, 1, 9) is None and victims(held, 26, 9, busy=True) is None
     assert victims(held, 1, 9, busy=True) == ["c"] and victims(held, 10, 9, busy=True) == ["b"]
     assert victims([*held, a], 12, 9, busy=True) == ["a", "c"] and victims(held, 1, 3, busy=True) == ["c"]
