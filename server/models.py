@@ -708,9 +708,8 @@ class ModelRegistry:
         """As `sleep`, in a change."""
         engine = model.engine
         model.state, model.level = "asleep", level
-        more = {"suspends": True} if reason == "turn" else {}
         try:
-            await engine.call("sleep", drain_s=drain_s, level=level, **more)
+            await engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
         except RequestFailed as error:
             if error.is_refusal:
                 model.state, model.level = "ready", 0

@@ -39,7 +39,6 @@ class ShardedHostPool:
 
     def __init__(self, team: ShardTeam, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.read = None  # each shard has its part of every block
         self._team = team
 
     @property
@@ -78,6 +77,7 @@ class ShardedRunner:
         self.progress = Progress()  # the wait for shards that are well is progress: the team judges these
         team.on_well = self.progress.beat
         self._team = team
+        self.read = None  # see `Scheduler.suspend`: each shard has its part of every block
 
     @property
     def lost(self) -> ShardLost | None:
