@@ -436,7 +436,7 @@ class ModelRegistry:
             return False
         if model.returns_at is not None and now >= model.returns_at:
             return True
-        return bool(model.num_waiting) and now >= model.wanted_since + self.rules.patience_s
+        return bool(model.num_waiting) and now >= model.wanted_since + self.rules.waits_s(model.exchange_s)
 
     async def _bring(self, model: ServedModel) -> None:
         """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""

@@ -39,7 +39,8 @@ class RouterRules:
         most_bytes: That the weights of loaded models may take together; None: as many as can be loaded.
         min_resident_s: A loaded model stays so long; None: the larger of 1 s and four times its last loading.
         patience_s: A request waits so long for other models to fall idle, before a busy one makes way for its model.
-        return_s: So long do the requests of a busy model that made way, unless others wait for it, too.
+        return_s: So long do the requests of a busy model that made way, unless others wait for it, too, and those of a model
+            that comes too slowly for them to be in time.
     """
 
     load_timeout_s: float = 300.0
@@ -51,6 +52,10 @@ class RouterRules:
     def resident_s(self, exchange_s: float) -> float:
         """How long a model stays at least that took so long to load."""
         return max(LEAST_RESIDENT_S, RESIDENT_EXCHANGES * exchange_s) if self.min_resident_s is None else self.min_resident_s
+
+    def waits_s(self, exchange_s: float) -> float:
+        """How long a request waits before a busy model makes way for its model, which took so long to load."""
+        return self.patience_s if exchange_s <= self.patience_s else max(self.patience_s, self.return_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ def test_the_least_recently_used_leave_and_none_without_need() -> None:
     assert victims([*held, a], 12, 9, busy=True) == ["a", "c"] and victims(held, 1, 3, busy=True) == ["c"]
     assert RouterRules().resident_s(0.1) == 1 and RouterRules().resident_s(3) == 12
     assert RouterRules(min_resident_s=0).resident_s(3) == 0
+    assert [RouterRules().waits_s(seconds) for seconds in (0.0, 2.5, 2.6)] == [2.5, 2.5, 30.0]
 
 
 def registry(start: Callable[..., Awaitable[Any]], names: str = "abc", **rules: Any) -> ModelRegistry:

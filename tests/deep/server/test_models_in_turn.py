@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models_in_turn import NAMES, Turns, arguments, make_models, outputs_alone
+from models_in_turn import CLIENTS, Turns, arguments, make_models, outputs_alone
 from servers import ServerProcess
 
 
@@ -15,4 +15,4 @@ def test_six_models_in_memory_for_two_and_a_half_lose_no_request(tmp_path: Path)
     with ServerProcess(arguments(tmp_path / "models"), tmp_path / "log", OMP_NUM_THREADS="1") as server:
         turns = Turns(server, expected, 30.0)
         assert not turns.failures(), server.said[-4000:]
-        assert turns.num_turns and set(turns.counts) == set(NAMES)
+        assert turns.counts.total() >= CLIENTS
