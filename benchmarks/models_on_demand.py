@@ -6,11 +6,12 @@
 A request is in time if its first token comes within FIRST_S and the others BETWEEN_S apart on average. The arrangements serve
 the same requests:
 
-    router      the real `ModelRegistry`: its queue, victims, minimum residency; a model that finds no memory waits for others.
-                A sleeper wakes by a copy from pinned memory over the link. Each model that is in has KV memory for the longest
+    router      the real `ModelRegistry`: its queue, victims, minimum residency, turns; a model that finds no memory waits for
+                others, and busy ones make way: K and V of their requests are copied to the host, and back. A sleeper
+                wakes by a copy from pinned memory over the link. Each model that is in has KV memory for the longest
                 request, and all share the rest
     reload      the same, but waking reads the weights from the page cache: what pagetide does on CUDA today
-    lru         as router, without a minimum residency
+    lru         as router, without a minimum residency and turns
     sleep       vLLM's sleep mode, level 1, driven by such a router: 0.3 s and the link, KV memory of FIXED_TOKENS a model
     ollama      loads from the page cache after 1 s, as many as fit (ollama3: three at most), keeps for 5 minutes, unloads the
                 idle one that was used longest ago; FIXED_TOKENS of KV a model. Requests to models that are in go on while a

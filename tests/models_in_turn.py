@@ -1,9 +1,15 @@
-"""Sessions with six small models of one server that has memory for two and a half: `Turns`, for a deep test and `make soak`."""
+"""Sessions with six small models of one server that has memory for two and a half: `Turns`, for a deep test and `make soak`.
+
+PYTHONPATH=tests python -m models_in_turn [--seconds 600] [--seed N]
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 import shutil
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -123,3 +129,24 @@ class Turns:
     def num_turns(self) -> int:
         """How often a busy model made way, as far as it was seen."""
         return sum(one["num_suspended"] > 0 for one in self.departures.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_models(folder / "models")
+        with ServerProcess(arguments(folder / "models"), folder / "log", OMP_NUM_THREADS="1") as server:
+            turns = Turns(server, outputs_alone(folder / "models"), args.seconds, args.seed)
+    print(f"{turns.counts.total()} requests, {len(turns.departures)} departures, {turns.num_turns} of busy models")
+    for failure in turns.failures():
+        print(failure)
+    return 1 if turns.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
