@@ -152,7 +152,7 @@ class _NotWanted(ApiError):
     """All requests left before there was room for their model, which stays as it is."""
 
 
-class _NoRoomYet(Exception):
+class _NoRoomYet(_NotWanted):
     """There is no room without a wait for a model whose requests are suspended: it gives others the turn."""
 
 
@@ -442,9 +442,6 @@ class ModelRegistry:
         """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""
         try:
             began, how = await self._enters(model)
-        except _NoRoomYet:
-            model.state = "asleep"
-            raise
         except _NotWanted:
             if model.process is not None and not model.process.is_alive:
                 model.process, model.state, model.level = None, "unloaded", 0
@@ -604,7 +601,7 @@ class ModelRegistry:
     async def _look_later(self, model: ServedModel) -> None:
         """Wait until there may be room. Raises _NoRoomYet for a model that lets others look before."""
         if model.returns_at is not None and not model.num_waiting and not self._is_urgent(model):
-            raise _NoRoomYet
+            raise _NoRoomYet(503, f"others look for room before {model.name}")
         await asyncio.sleep(LOOK_S)
 
     async def _others_leave(self, model: ServedModel, short: _MemoryShort) -> None:
