@@ -153,7 +153,7 @@ class _NotWanted(ApiError):
 
 
 class _NoRoomYet(_NotWanted):
-    """There is no room without a wait for a model whose requests are suspended: it gives others the turn."""
+    """There is no room without a wait for a model with suspended requests: it gives others the turn."""
 
 
 class _MemoryShort(Exception):

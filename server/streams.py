@@ -90,7 +90,7 @@ class StreamedResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _comment(self, send: Send) -> None:
-        """Send comments while a stream of events is silent, as one whose request is suspended."""
+        """Send comments while a stream of events is silent, as that of a suspended request."""
         while True:
             self._was_sent = False
             await asyncio.sleep(QUIET_S)

@@ -126,7 +126,7 @@ class RequestManager:
         try:
             engine.close()
         except Exception:
-            log.exception("an engine whose requests wait could not be closed whole")
+            log.exception("the engine of suspended requests could not be closed whole")
 
     def end_recording(self) -> None:
         """Complete the recording of a suspended engine. Not in the engine's thread, for which the recorder may wait."""
