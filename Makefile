@@ -73,6 +73,7 @@ soak:  ## native kernels with sanitisers, properties, random load and walks, rec
 	$(BIN)/python -P tests/sanitized_kernels.py
 	$(PARALLEL) pytest -q -n $(JOBS) --tier=deep --hypothesis-profile=soak -m hypothesis
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
+	PYTHONPATH=tests $(BIN)/python -m models_in_turn --seconds 600
 	PYTHONPATH=tests $(BIN)/python -m fleet_kills --requests 300 --kills 30
 	PAGETIDE_STRESS_SECONDS=600 $(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 

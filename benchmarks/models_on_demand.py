@@ -6,11 +6,12 @@
 A request is in time if its first token comes within FIRST_S and the others BETWEEN_S apart on average. The arrangements serve
 the same requests:
 
-    router      the real `ModelRegistry`: its queue, victims, minimum residency; a model that finds no memory waits for others.
-                A sleeper wakes by a copy from pinned memory over the link. Each model that is in has KV memory for the longest
+    router      the real `ModelRegistry`: its queue, victims, minimum residency, turns; a model that finds no memory waits for
+                others, and busy ones make way: K and V of their requests are copied to the host, and back. A sleeper
+                wakes by a copy from pinned memory over the link. Each model that is in has KV memory for the longest
                 request, and all share the rest
     reload      the same, but waking reads the weights from the page cache: what pagetide does on CUDA today
-    lru         as router, without a minimum residency
+    lru         as router, without a minimum residency and turns
     sleep       vLLM's sleep mode, level 1, driven by such a router: 0.3 s and the link, KV memory of FIXED_TOKENS a model
     ollama      loads from the page cache after 1 s, as many as fit (ollama3: three at most), keeps for 5 minutes, unloads the
                 idle one that was used longest ago; FIXED_TOKENS of KV a model. Requests to models that are in go on while a
@@ -102,6 +103,7 @@ class SessionRequest:
     last: float | None = None
     computed: int = 0
     produced: int = 0
+    is_kept: bool = False  # its K and V are on the host
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -199,6 +201,7 @@ class CardModel:
         self.running: list[SessionRequest] = []
         self.cached: OrderedDict[int, tuple[int, float]] = OrderedDict()  # tokens and time, by session
         self.is_in = False
+        self.leaving: asyncio.Event | None = None  # set when its requests are suspended
         self.num_loads = 0
 
     @property
@@ -232,8 +235,22 @@ class CardModel:
             found, _ = self.cached.pop(one.session, (0, 0.0))
             if not self.card.find_kv(self, (one.prompt_tokens + one.output_tokens) * self.shape.kv_bytes):
                 return
-            one.computed = min(found, one.prompt_tokens - 1)
+            if not one.is_kept:
+                one.computed = min(found, one.prompt_tokens - 1)
+            one.is_kept = False
             self.running.append(self.waiting.popleft())
+
+    @property
+    def kept_bytes(self) -> int:
+        """K and V of suspended requests."""
+        return sum(one.context for one in self.waiting if one.is_kept) * self.shape.kv_bytes
+
+    def suspend(self) -> None:
+        """Let the running requests wait, between two steps."""
+        for one in self.running:
+            one.is_kept = one.context > 0
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
 
     def end(self, request: SessionRequest, now: float) -> None:
         """A request has all its tokens; they stay cached."""
@@ -263,18 +280,26 @@ class ModelledCard:
         return [one for one in self.models if one.is_in or one is model]
 
     async def enter(self, model: CardModel, seconds: float, bytes_per_s: float) -> None:
-        """Copy the weights of a model that finds memory."""
+        """Copy the weights of a model that finds memory, and K and V of its suspended requests."""
         model.is_in = True
         model.num_loads += 1
         self._evict(model, 0)
         await asyncio.sleep(seconds)
         async with self.link:
-            await asyncio.sleep(model.shape.weights_bytes / bytes_per_s)
+            await asyncio.sleep(model.shape.weights_bytes / bytes_per_s + model.kept_bytes / self.spec.link)
+
+    async def suspend(self, model: CardModel) -> None:
+        """Copy K and V of a model's running requests to the host, once its step has ended."""
+        model.leaving = asyncio.Event()
+        self.changed.set()
+        await model.leaving.wait()
+        async with self.link:
+            await asyncio.sleep(model.kept_bytes / self.spec.link)
 
     def leave(self, model: CardModel) -> None:
         """Give all memory of a model back."""
         assert not model.running
-        model.is_in = False
+        model.is_in, model.leaving = False, None
         model.cached.clear()
         self.changed.set()
 
@@ -306,7 +331,10 @@ class ModelledCard:
         """Compute steps for ever."""
         while True:
             for model in self.models:
-                if model.is_in:
+                if model.leaving is not None and not model.leaving.is_set():
+                    model.suspend()
+                    model.leaving.set()
+                elif model.is_in and model.leaving is None:
                     model.admit()
             busy = [model for model in self.models if model.running]
             if not busy:
@@ -384,6 +412,7 @@ class Wakes:
     sleep_s: float
     from_page_cache: bool = False
     min_resident_s: float | None = None
+    turns: bool = True  # whether busy models make way
 
 
 class CardEngine:
@@ -401,10 +430,12 @@ class CardEngine:
         """Whether it was not stopped."""
         return not self.ended.is_set()
 
-    async def call(self, method: str, **_: Any) -> None:
+    async def call(self, method: str, suspends: bool = False, **_: Any) -> None:
         """Sleep or wake up. Raises RequestFailed."""
         card = self.model.card
         if method == "sleep":
+            if suspends:
+                await card.suspend(self.model)
             await asyncio.sleep(self.wakes.sleep_s)
             card.leave(self.model)
         elif not card.can_enter(self.model):
@@ -430,7 +461,7 @@ class RealRouter:
             await card.enter(model, 2.0, PAGE_CACHE)
             return CardEngine(model, wakes)
 
-        rules = RouterRules(min_resident_s=wakes.min_resident_s)
+        rules = RouterRules(min_resident_s=wakes.min_resident_s, **({} if wakes.turns else {"patience_s": math.inf}))
         self.models = ModelRegistry(cast(Any, start), rules, asyncio.get_running_loop().time)
         residency = Residency(keep_alive_s=-1, pinned=False, preload=False)
         self._served = [self.models.add(ModelOptions(str(i), "", residency=residency)) for i in range(len(card.models))]
@@ -512,8 +543,8 @@ class LoadingRouter:
 ARRANGEMENTS: dict[str, tuple[int | None, Callable[[ModelledCard], Router]]] = {
     "router": (None, lambda card: RealRouter(card, Wakes(0.02, 0.02))),
     "reload": (None, lambda card: RealRouter(card, Wakes(0.5, 0.02, from_page_cache=True))),
-    "lru": (None, lambda card: RealRouter(card, Wakes(0.02, 0.02, min_resident_s=0.0))),
-    "sleep": (FIXED_TOKENS, lambda card: RealRouter(card, Wakes(0.3, 0.3, min_resident_s=0.0))),
+    "lru": (None, lambda card: RealRouter(card, Wakes(0.02, 0.02, min_resident_s=0.0, turns=False))),
+    "sleep": (FIXED_TOKENS, lambda card: RealRouter(card, Wakes(0.3, 0.3, min_resident_s=0.0, turns=False))),
     "ollama": (FIXED_TOKENS, lambda card: LoadingRouter(card, len(card.models), 1.0)),
     "ollama3": (FIXED_TOKENS, lambda card: LoadingRouter(card, 3, 1.0)),
     "llama-swap": (FIXED_TOKENS, lambda card: LoadingRouter(card, 1, 2.0, in_order=True)),

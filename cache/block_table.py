@@ -41,6 +41,21 @@ class BlockBytes:
     data: npt.NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptBlocks:
+    """The bytes of a sequence's first blocks in host memory: those at `places` of `store`, uint8 [n, payload_bytes], which
+    sequences share.
+    """
+
+    store: npt.NDArray[np.uint8]
+    places: Index
+
+    def data(self, num_blocks: int) -> npt.NDArray[np.uint8]:
+        """Those of the first `num_blocks` blocks, as many as are kept."""
+        data: npt.NDArray[np.uint8] = self.store[self.places[:num_blocks]]
+        return data
+
+
 class BlockTables:
     """The tables of one group: `num_tables` for each of `num_rows` rows, of up to `max_blocks` blocks each.
 

@@ -151,6 +151,10 @@ class HostTier:
         """Slots to which the next plan copies one of `blocks`."""
         return np.flatnonzero(np.isin(self._leaving, blocks) & (self._leaving != 0)).astype(np.int32)
 
+    def leaving(self, slots: Int32) -> Int32:
+        """The block that the next plan copies to each of `slots`; 0: the slot has its bytes."""
+        return self._leaving[slots]
+
     def is_arriving(self, blocks: BlockIds) -> bool:
         """Whether the next plan copies to one of `blocks`."""
         return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))

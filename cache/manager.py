@@ -38,7 +38,7 @@ from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
 from .block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate, merged
 from .cache_events import CacheEventLog
-from .disk_index import KeptPrefixes, PrefixRead
+from .disk_index import KeptPrefixes
 from .eviction import Lru, PolicyFactory
 from .layer_groups import LayerGroup
 from .prefix_hash import Chain, NullHasher, PrefixHasher
@@ -234,6 +234,16 @@ class CacheManager:
         """Where the bytes of `blocks` are until the next plan is done."""
         return self._bytes_at[blocks]
 
+    def bytes_of(self, chain: Chain, num_tokens: int) -> Int32:
+        """Where the bytes of the blocks of the first `num_tokens` tokens of `chain` lie between two steps, as far as they are
+        found: in a block, or, below 0, in that slot of the host tier. None of layers that do not read all tokens.
+        """
+        if self.row_tables.others or self.row_tables.num_tables > 1:
+            return self._bytes_at[:0]
+        hit = self.index.lookup(chain, num_tokens)
+        leaving = self.host.leaving(hit.slots)
+        return np.concatenate((self._bytes_at[hit.blocks], np.where(leaving, leaving, -hit.slots)))
+
     def worth_keeping(self, chain: Chain, num_blocks: int) -> tuple[BlockIds, list[tuple[Index, BlockIds]]]:
         """What of the first `num_blocks` blocks of `chain` on the device is worth keeping below: the blocks, as many of the
         first as are there, and of each other group what `WindowBlocksOfGroups.worth_keeping` says.
@@ -243,14 +253,17 @@ class CacheManager:
         is_end = chain.num_blocks <= num_blocks + 1  # the newest tokens are not computed yet
         return blocks, self.index.windows.worth_keeping(nodes[: len(blocks)], is_end)
 
-    def put(self, row: int, extension: Extension, read: PrefixRead, data: npt.NDArray[np.uint8], copied: Int32) -> Extension:
-        """`extension`, of the admission of `row`, with the bytes `data` that `read` has read (`KeptPrefixes.finish`).
+    def put(
+        self, row: int, extension: Extension, blocks_of: tuple[Chain, int, int], data: npt.NDArray[np.uint8], copied: Int32
+    ) -> Extension:
+        """`extension`, of the admission of `row`, with bytes from elsewhere: the blocks (chain, first, end) of the row, as many as
+        `data` has, and what other groups have there (`KeptPrefixes.finish`).
 
         They add nothing unless they continue what the row has, and there are blocks for them. No block of `copied` gets any:
         the plan copies from these.
         """
-        first, (start, rest) = read.first, divmod(extension.num_computed, self.block_size)
-        upto = min(read.upto, first + len(data))
+        (chain, first, upto), (start, rest) = blocks_of, divmod(extension.num_computed, self.block_size)
+        upto = min(upto, first + len(data))
         if rest or first > start or start >= upto:
             return extension
         groups, blocks = self.index.windows.groups, [self.row_tables.anchor.blocks[:, row, start:upto].copy()]
@@ -265,7 +278,7 @@ class CacheManager:
         blocks += begun[0]
         data = np.concatenate(_parts_of(data, groups, (first, upto), blocks, self.block_size))
         # The plan puts the bytes there before anything reads them, so that others may find them now, and the state stays.
-        tables = merged([extension.tables, begun[1], self.commit(row, read.chain, upto * self.block_size)])
+        tables = merged([extension.tables, begun[1], self.commit(row, chain, upto * self.block_size)])
         targets = np.concatenate([of_group.ravel() for of_group in blocks])
         held = self.pool.references(targets) > 0  # the others were there already
         put, copies = BlockBytes(targets[held], data[held]), None  # the state is read, and not copied

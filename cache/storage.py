@@ -146,6 +146,14 @@ class Storage:
             return torch.from_numpy(self.blocks.numpy()[:, :size][blocks])
         return self.blocks.index_select(0, self._index(blocks))[:, :size].contiguous()
 
+    def read(self, blocks: BlockIds) -> npt.NDArray[np.uint8]:
+        """`bytes_of` on the host, in parts that take little memory of the device."""
+        step = max(1, self.staging_bytes // max(1, self.geometry.payload_bytes))
+        data = np.empty((len(blocks), self.geometry.payload_bytes), np.uint8)
+        for start in range(0, len(blocks), step):
+            data[start : start + step] = self.bytes_of(blocks[start : start + step]).cpu().numpy()
+        return data
+
     def put(self, blocks: BlockIds, data: npt.NDArray[np.uint8]) -> None:
         """Copy `data` [n, payload_bytes] to the `block_bytes` of `blocks`, in the order of the device's current stream."""
         self._check(blocks)

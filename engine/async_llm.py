@@ -93,6 +93,19 @@ class AsyncLLM(AsyncCalls):
         self._forgetting.atexit = False  # engine_thread.py ends it at exit
         warm_up(self.config.warm_prompts, self._engine_thread, self._manager)
 
+    def _go_on(self) -> None:
+        """Build the next engine for requests that were suspended."""
+        thread = self._engine_thread
+        engine, recorder = self._manager.built(self._kept)
+        try:
+            thread.ask(thread.go_on, engine, recorder)
+        except EngineClosed:  # it was stopped meanwhile
+            if recorder is not None:
+                recorder.close()
+            engine.close()
+            raise
+        warm_up(self.config.warm_prompts, thread, self._manager)
+
     @explains_arguments("AsyncLLM.stream")
     def stream(
         self,
@@ -275,10 +288,12 @@ class AsyncLLM(AsyncCalls):
                 async with asyncio.timeout(timeout_s):
                     await self.drain()
 
-    async def sleep(self, level: Level = 1, timeout_s: float | None = 0.0) -> None:
+    async def sleep(self, level: Level = 1, timeout_s: float | None = 0.0, *, suspends: bool = False) -> None:
         """`stop`, and give the memory of the weights back, until `wake_up`. Idempotent.
 
         Args:
+            suspends: No request is aborted. All go on after `wake_up`, with the same tokens; their K and V are in the host
+                tier (`host_kv_memory`) until then, as far as it has room, or computed again. `timeout_s` is not waited for.
             level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
                 and waking reads them from disk. Elsewhere both free everything.
             timeout_s: See `stop`.
@@ -290,9 +305,9 @@ class AsyncLLM(AsyncCalls):
         """
         self._check_stopped()
         try:
-            await self._drained(timeout_s)
+            await self._drained(0.0 if suspends else timeout_s)
         finally:
-            await asyncio.to_thread(self._fall_asleep, level)
+            await asyncio.to_thread(self._fall_asleep, level, suspends)
 
     async def wake_up(self) -> None:
         """Serve again after `sleep`, as a new engine with the same settings. Idempotent. What the engine needs at least is
@@ -305,17 +320,22 @@ class AsyncLLM(AsyncCalls):
         self._check_stopped()
         await asyncio.to_thread(self._awake)
 
-    def _fall_asleep(self, level: Level) -> None:
+    def _fall_asleep(self, level: Level, suspends: bool) -> None:
         with self._changing:
             self._check_stopped()
             if not self._sleeps:
-                self._kept = self._engine_thread.open().kept
+                thread = self._engine_thread
+                self._kept = thread.open().kept
                 if self._kept is not None:
                     self._kept.stays = True
-                self._engine_thread.end()
-                self._engine_thread.join()
-                self._forgetting.detach()
-                self._sleeps = self._engine_thread.may_wake = True
+                if suspends:
+                    thread.ask(thread.suspend)
+                    self._manager.end_recording()
+                else:
+                    thread.end()
+                    thread.join()
+                    self._forgetting.detach()
+                self._sleeps = thread.may_wake = True
             if self._kept is not None and not self._kept.sleep(level):
                 self._kept = None
                 _collect()
@@ -327,7 +347,7 @@ class AsyncLLM(AsyncCalls):
                 self._engine_thread.open()
                 return
             try:
-                self._build()
+                self._go_on() if self._manager.is_suspended else self._build()
             except BaseException:
                 if self._kept is not None:
                     self._kept.sleep(self._kept.level)

@@ -38,6 +38,7 @@ from .executor import (
     KeptModel,
     check_disk_tier,
     collect,
+    content_of,
     empty_caches,
     load_checked,
     make_runner,
@@ -107,6 +108,7 @@ class Engine:
     self_check: CheckReport | None = None  # on CUDA, unless switched off
     team: ShardTeam | None = None  # of a divided model
     kept: KeptModel | None = None  # what the engine leaves behind, if it is to sleep
+    content: object = None  # equal where another engine can use the bytes of blocks; None: none can
 
     @property
     def facts(self) -> ModelFacts:
@@ -269,7 +271,9 @@ def _build(
         files = checkpoint.stamps()
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
         kept = KeptModel.of(loaded, checkpoint, plan, files)
+        content = content_of(plan, files)
     else:
+        content = kept.content
         holder.awaited = lambda: kept.coming_bytes
         loaded = kept.wake()
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
@@ -319,6 +323,7 @@ def _build(
         tuple(owners),
         checked,
         kept=kept,
+        content=content,
     )
 
 

@@ -70,6 +70,14 @@ class EngineCore:
         """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
+    def suspend(self) -> Scheduler:
+        """Take rows and blocks from all requests, with none of them ended, between two steps. This core is done then.
+
+        Returns what the core of another engine takes over.
+        """
+        self.scheduler.suspend(self.runner.read)
+        return self.scheduler
+
     def step(self, ahead: bool = True) -> StepOutputs:
         """Plan a step, execute it and return its outputs; with `ahead` the next one may be launched too.
 

@@ -95,7 +95,7 @@ class KeptModel:
     def __init__(self, loaded: CheckedModel, plan: MemoryPlan, files: object) -> None:
         self.stays = False  # when its engine ends
         self._loaded: CheckedModel | None = loaded
-        self._layout, self._files = self._layout_of(plan), files
+        self.content = content_of(plan, files)
         self.weights: MappedWeights | None = None  # from the first sleep on
         self.level: Level = 1  # of the last sleep
 
@@ -116,9 +116,10 @@ class KeptModel:
         """Whether an engine with this plan can go on with the model: not if its `files` have changed (logged), in which weights
         may lie, and by which prefixes on disk are known.
         """
-        if files != self._files:
+        content = content_of(plan, files)
+        if content[0] != self.content[0]:
             log.info("%s is loaded again: its files have changed", plan.model)
-        return files == self._files and self._layout == self._layout_of(plan)
+        return content == self.content
 
     @property
     def asleep_bytes(self) -> int:
@@ -160,9 +161,10 @@ class KeptModel:
         if not self.stays:
             self._loaded = self.weights = None
 
-    @staticmethod
-    def _layout_of(plan: MemoryPlan) -> tuple[Any, ...]:
-        return plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
+
+def content_of(plan: MemoryPlan, files: object) -> tuple[Any, ...]:
+    """Equal where weights and blocks are the same: the model's `files`, as `Checkpoint.stamps` tells them, and the layout."""
+    return files, plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
 
 
 def load_checked(

@@ -36,13 +36,16 @@ What they change is one `SchedulerState` (state.py); the functions of admission.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from ..cache.block_table import Index
+from ..cache.block_table import Index, Int32, KeptBlocks
 from ..cache.manager import CacheManager
 from . import admission
 from .cost import SwapCost
@@ -55,6 +58,8 @@ from .request import Request
 from .sequence import FinishReason, Sequence
 from .state import AdmissionPlan, Limits, SchedulerState
 from .steps import apply_result, continuation, plan_ahead, plan_step
+
+log = logging.getLogger(__name__)
 
 READ_WAIT_S = 0.005  # of a step with nothing to do but wait for the disk
 PIN_WAIT_S = 10.0  # for which requests wait while nothing runs, before a pin ends for them
@@ -152,6 +157,47 @@ class Scheduler:
         self.state.end(sequence, "aborted")
         self._stuck_since = math.inf
         return self.state.finished.pop()
+
+    def suspend(self, read: Callable[[Int32], npt.NDArray[np.uint8]] | None) -> None:
+        """Take rows and blocks from all sequences, between two steps, for `take_over` by the scheduler of another engine.
+
+        As many blocks as the host tier has slots are kept until then, those of the first sequences in order.
+
+        Args:
+            read: Gives the bytes [n, payload_bytes] in places as of `CacheManager.bytes_of`; None: none are kept.
+        """
+        state, store = self.state, dict[int, int]()
+        most_blocks = 0 if read is None else self.cache.host.num_slots
+        state.plans.check_turn()
+        state.end_aborted()
+        preempt(state, list(state.by_row.values()))
+        kept: list[tuple[Sequence, Index]] = []
+        for sequence in sorted(state.by_id.values()):
+            places = self.cache.bytes_of(sequence.chain, min(sequence.computed, sequence.sharable)).tolist()
+            new = list(dict.fromkeys(place for place in places if place not in store))[: most_blocks - len(store)]
+            store.update(zip(new, range(len(store), len(store) + len(new)), strict=True))
+            known = [store[place] for place in itertools.takewhile(store.__contains__, places)]
+            if known:
+                kept.append((sequence, np.array(known, np.int64)))
+        if not kept or read is None:
+            return
+        try:
+            data = read(np.fromiter(store, np.int32, len(store)))
+        except Exception:
+            log.exception("%d blocks of %d requests cannot be kept, and are computed again", len(store), len(kept))
+            return
+        for sequence, known_places in kept:
+            sequence.kept = KeptBlocks(data, known_places)
+
+    def take_over(self, suspended: Scheduler, *, keeps: bool = True) -> None:
+        """Go on with the sequences of a scheduler that was suspended. None is here.
+
+        They compute again what was not kept, and everything without `keeps`: the bytes are of other weights, or lie otherwise.
+        """
+        if not keeps:
+            for sequence in suspended.state.by_id.values():
+                sequence.kept = None
+        self.state.take_over(suspended.state)
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
+from ..cache.block_table import KeptBlocks
 from ..cache.disk_index import PrefixRead
 from ..cache.prefix_hash import Chain
 from .request import Request
@@ -70,7 +71,7 @@ class Sequence:
     """A request that has a row, or waits with its known tokens."""
 
     __slots__ = (
-        "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "key", "leader", "num_cached_tokens",
+        "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "kept", "key", "leader", "num_cached_tokens",
         "num_disk_tokens", "number", "passes", "preemptions", "read", "refusal", "request", "root", "row", "scored", "shares",
         "tokens",
     )  # fmt: skip
@@ -89,6 +90,7 @@ class Sequence:
         self.passes = 0  # how often others passed it while it waits
         # Number of the decision that refused it, since it began to wait; 0: none did
         self.refusal = 0
+        self.kept: KeptBlocks | None = None  # what an engine that fell asleep had computed, until it is admitted
         self.read: PrefixRead | None = None  # what comes from disk, until it is admitted
         self.abort_reason: FinishReason | None = None  # to be ended, with this reason, as soon as possible
         self.leader = leader  # the sequence with the same first tokens, to be shared

@@ -281,6 +281,8 @@ class SchedulerState:
         assert extension is not None, "admitted without enough blocks"
         if sequence.read is not None:
             extension = self._take_read(sequence, row, extension)
+        if sequence.kept is not None:
+            extension = self._take_kept(sequence, row, extension)
         if extension.copies is not None:
             self.changes.copies.append(extension.copies)
         self.rows.computed[row] = extension.num_computed
@@ -307,8 +309,7 @@ class SchedulerState:
             return extension
         data, before = self.cache.disk.finish(read), extension.num_computed
         if read.chain is sequence.chain:
-            copied = [copies.sources for copies in self.changes.copies]
-            extension = self.cache.put(row, extension, read, data, np.concatenate([NO_TOKENS, *copied]))
+            extension = self.cache.put(row, extension, (read.chain, read.first, read.upto), data, self._copied)
         if extension.read is not None:
             self.changes.reads.append(extension.read)
         num_read = extension.num_computed - before
@@ -316,6 +317,42 @@ class SchedulerState:
         sequence.root.num_disk_tokens = num_read
         self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
+
+    def _take_kept(self, sequence: Sequence, row: int, extension: Extension) -> Extension:
+        """`extension`, of the admission of `sequence` to `row`, with what was kept of it while the engine slept."""
+        kept, sequence.kept = sequence.kept, None
+        assert kept is not None
+        data = kept.data(sequence.sharable // self.cache.block_size)
+        extension = self.cache.put(row, extension, (sequence.chain, 0, len(data)), data, self._copied)
+        if extension.read is not None:
+            self.changes.reads.append(extension.read)
+        return extension
+
+    @property
+    def _copied(self) -> Int32:
+        """The blocks from which the plan copies."""
+        return np.concatenate([NO_TOKENS, *(copies.sources for copies in self.changes.copies)])
+
+    def take_over(self, other: SchedulerState) -> None:
+        """Queue the sequences of `other`, none of which has a row, behind those that are here: none.
+
+        They end by length where the pool is too small for them by now.
+        """
+        assert not (self.by_id or other.by_row or other.finishing), "sequences are taken over where none run"
+        self.by_id, self.waiting, self._numbers = other.by_id, other.waiting, other._numbers
+        self.aborted, self.finished = other.aborted, other.finished
+        waiting, cache = self.waiting, self.cache
+        for sequence in waiting.reading.copy():
+            waiting.remove(sequence)
+            waiting.add(sequence)
+        waiting.requeue_deferred()
+        for sequence in list(self.by_id.values()):
+            sequence.chain = cache.chain(sequence.tokens, sequence.request.cache_salt)
+            sequence.read = None
+            self.stats.recomputed_tokens += sequence.computed  # reduced on admission by what is found
+            known, most = len(sequence.tokens), self.rows.tokens.shape[1]
+            if known >= most or cache.blocks_for(known) > cache.pool.capacity:
+                self.end(sequence, "length")
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""

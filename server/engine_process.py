@@ -86,6 +86,7 @@ class EngineServer:
         self._llm: AsyncLLM | None = None
         self._asleep: AsyncLLM | None = None
         self._watched: AsyncLLM | None = None  # `_llm`, until that has ended
+        self._returns: asyncio.Event | None = None  # set when it is awake again that sleeps with its requests suspended
         self._num_beats = 0  # of this process
         self._changing = asyncio.Lock()  # sleeping, waking up
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request or call
@@ -120,6 +121,9 @@ class EngineServer:
         stop = await self._stop
         if self._llm is not None:
             await self._llm.stop(stop.drain_s)
+        elif self._asleep is not None and self._returns is not None:
+            self._returns.set()
+            await self._asleep.stop()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # their last messages
         beating.cancel()
         self._flush()
@@ -213,17 +217,23 @@ class EngineServer:
             raise Asleep("the model is asleep: wake it up first (POST /wake_up)")
         return self._llm
 
+    async def _serving(self) -> AsyncLLM:
+        """The engine, once it is back if it sleeps with its requests suspended. Raises Asleep."""
+        while self._llm is None and self._returns is not None and not self._returns.is_set():
+            await self._returns.wait()
+        return self._awake()
+
     async def _generate(self, submit: Submit) -> None:
-        llm = self._awake()
+        llm = await self._serving()
         params = SamplingParams(**submit.params)
         if submit.messages is not None:
             ids = await self._render(submit.messages, submit.template)
         else:
             ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
+        llm = await self._serving()  # what is accepted is served, though the model falls asleep then
         params = completed(submit, params, len(ids), _info(llm).max_model_len, llm.facts.sampling.temperature)
         end = prompt_end(llm.tokenizer, ids) if submit.messages is not None else ""
         params = by_prompt_end(submit, params, end)
-        self._awake()  # what is accepted is served, though the model falls asleep then
         self._send(Accepted(submit.number, ids, params.max_new_tokens, end))
         make = partial(scores, llm.tokenizer)
         prompts = [{"prompt_token_ids": ids, "label": submit.request_id, "retention": submit.retention}]
@@ -282,14 +292,17 @@ class EngineServer:
         before_s = llm.frame_s
         return await llm.frame(full), max(llm.frame_s - before_s, 0.0)
 
-    async def _sleep(self, drain_s: float | None = None, level: Level = 1) -> None:
-        """End all requests within `drain_s`, and free the memory of the model: see `AsyncLLM.sleep`. Idempotent."""
+    async def _sleep(self, drain_s: float | None = None, level: Level = 1, suspends: bool = False) -> None:
+        """End all requests within `drain_s`, or suspend them, and free the memory of the model: see `AsyncLLM.sleep`.
+        Idempotent.
+        """
         async with self._changing:
             if self._llm is not None:
-                self._asleep, self._llm = self._llm, None  # refuses new requests meanwhile
+                self._asleep, self._llm = self._llm, None  # refuses new requests meanwhile, or lets them wait
+                self._returns = asyncio.Event() if suspends else None
                 gc.unfreeze()  # for the model's memory in cycles
             if self._asleep is not None:
-                await self._asleep.sleep(level, drain_s)
+                await self._asleep.sleep(level, drain_s, suspends=suspends)
             self._watched = None
 
     async def _wake_up(self) -> None:
@@ -298,6 +311,8 @@ class EngineServer:
                 await self._asleep.wake_up()
                 self._llm = self._watched = self._asleep
                 self._asleep = None
+                if self._returns is not None:
+                    self._returns.set()
                 gc.freeze()
 
 

@@ -220,7 +220,7 @@ class Metrics:
             ways = name | {"operation": how}
             families.add("counter", "pagetide_model_loads", "Times it was loaded or woken up", ways, model.comings[how])
             families.add("counter", "pagetide_model_load_seconds", "Seconds of these", ways, model.coming_s[how])
-        for reason in ("asked", "ended", "keep_alive", "memory"):
+        for reason in ("asked", "ended", "keep_alive", "memory", "turn"):
             text = "Times it left the memory"
             families.add("counter", "pagetide_model_unloads", text, name | {"reason": reason}, model.goings[reason])
         if model.state in ("ready", "asleep"):

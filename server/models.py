@@ -53,7 +53,9 @@ class ServedModel:
         exchange_s: How long its last loading or waking took.
         weights_bytes: Of its files until it was loaded once.
         comings: Loads ("load") and wakes ("wake"), and their seconds in `coming_s`.
-        goings: By their reasons: "memory", "keep_alive", "asked", "ended".
+        goings: By their reasons: "memory", "turn" (while it had requests), "keep_alive", "asked", "ended".
+        wanted_since: When the first of the requests came that wait for it.
+        returns_at: When busy models make way for it, as its requests are suspended; None: they are not.
         holds: It has memory, or has been given room for it.
         departure: When it left the memory for another model last; None: never.
     """
@@ -71,8 +73,9 @@ class ServedModel:
         self.num_changing = 0  # that hold it or wait for it
         self.coming: asyncio.Task[None] | None = None  # loads it or wakes it up
         self.timer: asyncio.TimerHandle | None = None  # unloads it
-        self.since = self.last_used = time.monotonic()
+        self.since = self.last_used = self.wanted_since = time.monotonic()
         self.expires_at = math.inf
+        self.returns_at: float | None = None
         self.is_leaving = False
         self.exchange_s = 0.0
         self.restart_s = FIRST_RESTART_S
@@ -149,6 +152,10 @@ class _NotWanted(ApiError):
     """All requests left before there was room for their model, which stays as it is."""
 
 
+class _NoRoomYet(_NotWanted):
+    """There is no room without a wait for a model with suspended requests: it gives others the turn."""
+
+
 class _MemoryShort(Exception):
     """The device lacks memory for a model now; the message is the engine's."""
 
@@ -172,6 +179,8 @@ class ModelRegistry:
         self._clock = clock
         self.rules = RouterRules() if rules is None else rules
         self._room = asyncio.Lock()  # held while a model looks for room
+        self._turn_at = -math.inf  # when a busy model made way last
+        self._turn_of: str | None = None  # the model for which, until it serves
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[str, ServedModel] = {}
         self._leaving: set[ServedModel] = set()  # that are being removed, and may have memory still
@@ -278,6 +287,8 @@ class ModelRegistry:
     @contextmanager
     def _waiting(self, model: ServedModel) -> Iterator[None]:
         """Count one that waits for a model. It may serve by the end, though all have left."""
+        if not model.num_waiting:
+            model.wanted_since = self._clock()
         model.num_waiting += 1
         try:
             yield
@@ -385,11 +396,55 @@ class ModelRegistry:
                 model.state = "loading"
                 log.error("the model %s cannot be loaded again: %s", model.name, error)
 
+    async def _returns(self, model: ServedModel) -> None:
+        """Bring a model back that has left in a turn, for its requests, which fail if it takes too long."""
+        try:
+            async with asyncio.timeout(self.rules.load_timeout_s):
+                while model.is_used and not model.can_serve:
+                    try:
+                        await self._until_room(model)
+                        await self._brought(model)
+                    except _NoRoomYet:
+                        continue
+                    except _NotWanted:
+                        return
+                    except ApiError as error:
+                        log.error("%s cannot go on with its requests yet: %s", model.name, error)
+                        await asyncio.sleep(FAILED_S)
+        except TimeoutError:
+            log.error("%s, with requests that go on later, %s", model.name, self._too_late(model))
+            async with model.change():
+                if not model.can_serve:
+                    await self._ends(model, 0.0, "turn")
+
+    async def _until_room(self, model: ServedModel) -> None:
+        """Wait until another model falls idle or leaves, or busy ones make way. Others are looking for room meanwhile."""
+        first = self._passing(model)
+        while model.is_used and not self._is_urgent(model):
+            others = self._residents(model)
+            if not self._room.locked() and (victims(others, 1, self._clock()) or not first <= self._passing(model)):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _is_urgent(self, model: ServedModel) -> bool:
+        """Whether busy models are to make way for one, by the time that its requests have waited.
+
+        They do so no more often than models stay, so that no more than a part of the time goes into exchanges.
+        """
+        now = self._clock()
+        if now < self._turn_at + self._stays_s(model) and self._turn_of != model.name:
+            return False
+        if model.returns_at is not None and now >= model.returns_at:
+            return True
+        return bool(model.num_waiting) and now >= model.wanted_since + self.rules.waits_s(model.exchange_s)
+
     async def _bring(self, model: ServedModel) -> None:
         """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""
         try:
             began, how = await self._enters(model)
         except _NotWanted:
+            if model.process is not None and not model.process.is_alive:
+                model.process, model.state, model.level = None, "unloaded", 0
             self._rest(model, None)
             raise
         except asyncio.CancelledError:
@@ -408,9 +463,11 @@ class ModelRegistry:
             raise _failed(model) from error
         assert model.process is not None
         now = self._clock()
-        model.state, model.level, model.error, model.is_missing = "ready", 0, None, False
+        model.state, model.level, model.error, model.is_missing, model.returns_at = "ready", 0, None, False, None
         model.weights_bytes = model.process.info.weights_bytes or model.weights_bytes
         model.exchange_s, model.since = now - began, now
+        if self._turn_of == model.name:
+            self._turn_of = None
         model.last_used = now
         model.comings[how] += 1
         model.coming_s[how] += model.exchange_s
@@ -517,14 +574,14 @@ class ModelRegistry:
                     f"and all may take {format_bytes(most)} (--models-memory): raise it, or pin and preload less"
                 )
             excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
-            names = victims(others, excess, self._clock())
+            names = self._chosen(model, others, excess)
             if names == []:
                 break
             self._check_wanted(model)
             if names:
                 await self._put_to_sleep(self._models[names[0]], model.name)
             else:
-                await asyncio.sleep(LOOK_S)
+                await self._look_later(model)
         is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
         model.state, model.holds = "waking" if is_asleep else "loading", True
 
@@ -538,8 +595,14 @@ class ModelRegistry:
 
     def _check_wanted(self, model: ServedModel) -> None:
         """Raise _NotWanted if there need not be room for a model any more."""
-        if not (model.num_waiting or model.is_missing):
+        if not (model.is_used or model.is_missing):
             raise _NotWanted(503, f"no request waits for the model {model.name} any more")
+
+    async def _look_later(self, model: ServedModel) -> None:
+        """Wait until there may be room. Raises _NoRoomYet for a model that lets others look before."""
+        if model.returns_at is not None and not model.num_waiting and not self._is_urgent(model):
+            raise _NoRoomYet(503, f"others look for room before {model.name}")
+        await asyncio.sleep(LOOK_S)
 
     async def _others_leave(self, model: ServedModel, short: _MemoryShort) -> None:
         """Put a model to sleep for one that the device lacks memory for, once one may leave, or return once one has left by
@@ -550,10 +613,18 @@ class ModelRegistry:
             raise short
         while first <= self._passing(model):
             self._check_wanted(model)
-            if names := victims(self._residents(model), 1, self._clock()):
+            if names := self._chosen(model, self._residents(model), 1):
                 await self._put_to_sleep(self._models[names[0]], model.name)
                 return
-            await asyncio.sleep(LOOK_S)
+            await self._look_later(model)
+
+    def _chosen(self, model: ServedModel, others: list[Resident], excess_bytes: int) -> list[str] | None:
+        """The `victims` for a model: busy ones too, once its requests have waited for so long that they would be late."""
+        names = victims(others, excess_bytes, self._clock())
+        if names is None and self._is_urgent(model):
+            most = max(excess_bytes, model.weights_bytes)  # rather one that is large enough than some small ones
+            names = victims(others, most, self._clock(), busy=True) or victims(others, excess_bytes, self._clock(), busy=True)
+        return names
 
     def _passing(self, model: ServedModel) -> set[str]:
         """The other models that hold memory for a time."""
@@ -609,26 +680,33 @@ class ModelRegistry:
         return self.rules.resident_s(model.exchange_s)
 
     async def _put_to_sleep(self, model: ServedModel, taker: str | None = None) -> None:
-        """Free the memory of an idle model that nothing changes for `taker`, or because all take too much.
+        """Free the memory of a model that nothing changes for `taker`, or because all take too much. Requests of a busy one go
+        on when it is back, which is begun here.
 
         `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
         """
         async with model.change():
-            idle_s = self._clock() - model.last_used
-            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes)
+            num_suspended, now = model.num_running, self._clock()
+            idle_s = 0.0 if num_suspended else now - model.last_used
+            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes, now - model.since, num_suspended)
+            reason = "turn" if num_suspended else "memory"
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
-                await self._sleeps(model, 0.0, 1, "memory")
+                await self._sleeps(model, 0.0, 1, reason)
             except (ApiError, RequestFailed, EngineUnavailable) as error:
                 log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
-                await self._ends(model, 0.0, "memory")
+                await self._ends(model, 0.0, reason)
+        if num_suspended and model.state == "asleep" and self._models.get(model.name) is model:
+            self._turn_at, self._turn_of = self._clock(), taker
+            model.returns_at = self._turn_at + self.rules.return_s
+            model.coming = self._begin(self._returns(model))
 
     async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
         """As `sleep`, in a change."""
         engine = model.engine
         model.state, model.level = "asleep", level
         try:
-            await engine.call("sleep", drain_s=drain_s, level=level)
+            await engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
         except RequestFailed as error:
             if error.is_refusal:
                 model.state, model.level = "ready", 0

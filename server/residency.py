@@ -12,6 +12,7 @@ from ..common.units import format_bytes
 
 LEAST_RESIDENT_S = 1.0
 RESIDENT_EXCHANGES = 4  # a model stays for as many times of its loading at least
+FIRST_TOKEN_S = 5.0  # in which a request should have its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,24 @@ class RouterRules:
         load_timeout_s: A request waits so long for its model.
         most_bytes: That the weights of loaded models may take together; None: as many as can be loaded.
         min_resident_s: A loaded model stays so long; None: the larger of 1 s and four times its last loading.
+        patience_s: A request waits so long for other models to fall idle, before a busy one makes way for its model.
+        return_s: So long do the requests of a busy model that made way, unless others wait for it, too, and those of a model
+            that comes too slowly for them to be in time.
     """
 
     load_timeout_s: float = 300.0
     most_bytes: int | None = None
     min_resident_s: float | None = None
+    patience_s: float = FIRST_TOKEN_S / 2
+    return_s: float = 6 * FIRST_TOKEN_S
 
     def resident_s(self, exchange_s: float) -> float:
         """How long a model stays at least that took so long to load."""
         return max(LEAST_RESIDENT_S, RESIDENT_EXCHANGES * exchange_s) if self.min_resident_s is None else self.min_resident_s
+
+    def waits_s(self, exchange_s: float) -> float:
+        """How long a request waits before a busy model makes way for its model, which took so long to load."""
+        return self.patience_s if exchange_s <= self.patience_s else max(self.patience_s, self.return_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +75,9 @@ class Resident:
     num_requests: int = 0
     pinned: bool = False
 
-    def may_leave(self, now: float) -> bool:
-        """Whether another model may take its place."""
-        return not self.pinned and not self.num_requests and now >= self.stays_until
+    def may_leave(self, now: float, busy: bool = False) -> bool:
+        """Whether another model may take its place; `busy`: also while it has requests, which wait meanwhile."""
+        return not self.pinned and (busy or not self.num_requests) and now >= self.stays_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +89,34 @@ class Departure:
         taker: What needed the memory; None: all took more than they may.
         idle_s: Seconds without requests, by which it was chosen: no other one that might leave had more.
         num_bytes: Of its weights.
+        resident_s: How long it was there.
+        num_suspended: Requests that go on when it returns; with some, it was chosen as it was there longest.
     """
 
     at: float
     taker: str | None
     idle_s: float
     num_bytes: int
+    resident_s: float
+    num_suspended: int = 0
 
     def __str__(self) -> str:
         taker = "as all take more than they may" if self.taker is None else f"for {self.taker}"
-        return f"{taker}: it had no request for {self.idle_s:.1f} s, and gives {format_bytes(self.num_bytes)}"
+        why = f"it had no request for {self.idle_s:.1f} s"
+        if self.num_suspended:
+            why = f"its requests, {self.num_suspended}, go on when it returns"
+        return f"{taker} after {self.resident_s:.1f} s: {why}, and gives {format_bytes(self.num_bytes)}"
 
 
-def victims(residents: Iterable[Resident], excess_bytes: int, now: float) -> list[str] | None:
+def victims(residents: Iterable[Resident], excess_bytes: int, now: float, busy: bool = False) -> list[str] | None:
     """The models that leave, so that the others hold `excess_bytes` less: the least recently used first, and none without
     need. None: what may leave now does not suffice.
+
+    With `busy`, models with requests follow, the one that was there longest first: they take turns.
     """
     chosen: list[Resident] = []
-    for one in sorted((one for one in residents if one.may_leave(now)), key=lambda one: one.last_used):
+    leaving = [one for one in residents if one.may_leave(now, busy)]
+    for one in sorted(leaving, key=lambda one: (one.num_requests > 0, one.stays_until if one.num_requests else one.last_used)):
         if excess_bytes <= 0:
             break
         chosen.append(one)

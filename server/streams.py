@@ -24,7 +24,8 @@ LEFT = "pagetide.left"  # in a scope: whether the client is gone
 TURN = "pagetide.turn"
 
 COMMENT = b": the model is being loaded\n\n"
-QUIET_S = 10.0  # the longest time without a byte of a stream that waits for its model: proxies and clients end silent ones
+PAUSED = b": the answer goes on\n\n"
+QUIET_S = 10.0  # after so long without a byte a stream gets a comment: proxies and clients end silent ones
 
 Value = TypeVar("Value")
 
@@ -53,6 +54,7 @@ class StreamedResponse(Response):
         self._parts = parts
         self._held = held
         self._failed = failed
+        self._was_sent = False  # something, since `_comment` looked last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,8 +71,10 @@ class StreamedResponse(Response):
 
     async def _send_all(self, send: Send) -> None:
         num_bytes = 0  # since the event loop has turned
+        commenting = asyncio.create_task(self._comment(send)) if self.media_type == EVENTS else None
         try:
             async for data in self._parts:
+                self._was_sent = True
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 if (num_bytes := num_bytes + len(data)) > PART_BYTES:
                     num_bytes = 0
@@ -80,7 +84,18 @@ class StreamedResponse(Response):
         except (ApiError, RequestFailed, EngineUnavailable) as error:
             api_error = error if isinstance(error, ApiError) else from_engine(error)
             await send({"type": "http.response.body", "body": self._failed(api_error), "more_body": True})
+        finally:
+            if commenting is not None:
+                commenting.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """Send comments while a stream of events is silent, as that of a suspended request."""
+        while True:
+            self._was_sent = False
+            await asyncio.sleep(QUIET_S)
+            if not self._was_sent:
+                await send({"type": "http.response.body", "body": PAUSED, "more_body": True})
 
 
 class AwaitedStream(StreamedResponse):

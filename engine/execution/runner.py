@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...cache.block_table import Index, Int32
@@ -210,6 +211,14 @@ class ModelRunner:
         sampler = self._row_states.sampler
         assert isinstance(sampler, Sampler), "only the first shard of a model samples"
         return sampler
+
+    def read(self, places: Int32) -> npt.NDArray[np.uint8]:
+        """The bytes [n, payload_bytes] of blocks, or, below 0, of these slots of the host tier. Between two steps."""
+        assert self.host is not None
+        data = np.empty((len(places), self.storage.geometry.payload_bytes), np.uint8)
+        data[places > 0] = self.storage.read(places[places > 0])
+        data[places < 0] = self.host.storage.read(-places[places < 0])
+        return data
 
     @property
     def lost(self) -> None:

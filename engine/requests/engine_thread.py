@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...allocator.errors import LeaseClosed
 from ...common.units import format_bytes
-from ...frames.recorder import INTERVAL_S
+from ...frames.recorder import INTERVAL_S, EngineRecorder
 from ...frames.source import Frame
 from ..errors import Attempt, EngineClosed
 from ..process.background import BackgroundThread
@@ -92,17 +92,20 @@ class EngineThread(threading.Thread):
         self._draining: list[Waiter] = []  # resolved when nothing is in flight
         self._joining: list[Waiter] = []  # resolved when this thread ends
         self._use_threads = partial(use_own_threads, own_threads())
-        engine = manager.open()
-        self._progress = engine.core.runner.progress
+        self._progress = manager.open().core.runner.progress
         self._is_asleep = False  # until the next message
         manager.delivery.on_outputs = self._calls.note_outputs
         self._memory_wait_s = MEMORY_WAIT_S
         self._memory = BackgroundThread("pagetide-memory", self._watch_memory, MEMORY_WAIT_S)
         self.start()
-        self._memory.start()
-        if manager.recorder is not None:
-            BackgroundThread("pagetide-record", self._record, MEMORY_WAIT_S).start()
+        self._watch_engine()
         _running.add(self)
+
+    def _watch_engine(self) -> None:
+        """Start the threads beside this one, which end with the engine."""
+        self._memory.start()
+        if self._manager.recorder is not None:
+            BackgroundThread("pagetide-record", self._record, MEMORY_WAIT_S).start()
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
@@ -255,15 +258,19 @@ class EngineThread(threading.Thread):
 
     def drain(self, waiter: Waiter) -> None:
         """Refuse new calls. Resolve `waiter` when all earlier calls have ended. Raises EngineClosed."""
+        self._after_arrivals(partial(self._drain, waiter))
 
-        earlier = self._encoding.pending
+    def suspend(self, waiter: Waiter) -> None:
+        """Free the engine's memory; requests and calls wait for `go_on`. Resolve `waiter` then. Raises EngineClosed.
 
-        def behind_all() -> None:
-            wait(earlier)
-            wait(self._compiling.pending)  # earlier calls are tokenised by now; some may still be compiling
-            self._inbox.put(partial(self._drain, waiter))
+        What is being tokenized arrives before.
+        """
+        self._after_arrivals(partial(self._run, waiter, self._suspend))
 
-        self._submit(self._behind, behind_all)
+    def go_on(self, waiter: Waiter, engine: Engine, recorder: EngineRecorder | None) -> None:
+        """Serve the suspended requests, and others, with `engine`. Resolve `waiter` then. Raises EngineClosed."""
+        self._memory.join()  # that of the engine before
+        self._send(partial(self._run, waiter, partial(self._go_on, engine, recorder)))
 
     def end(self, waiter: Waiter | None = None) -> None:
         """Abort all requests, close the request manager and end the thread. Resolve `waiter` then. Idempotent.
@@ -305,6 +312,17 @@ class EngineThread(threading.Thread):
         self._inbox.put(message)
         if self.ended:  # the message may never be read
             raise self.closed()
+
+    def _after_arrivals(self, message: Callable[[], None]) -> None:
+        """Send `message` once all earlier calls have arrived. Raises EngineClosed."""
+        earlier = self._encoding.pending
+
+        def behind_all() -> None:
+            wait(earlier)
+            wait(self._compiling.pending)  # earlier calls are tokenised by now; some may still be compiling
+            self._inbox.put(message)
+
+        self._submit(self._behind, behind_all)
 
     def _submit(self, threads: FairThreads, work: Callable[[], None]) -> None:
         self.open()
@@ -501,6 +519,22 @@ class EngineThread(threading.Thread):
         self._pauses.clear()  # paused requests would never end
         self._apply_pauses()
         self._draining.append(waiter)
+
+    def _suspend(self) -> None:
+        """Raises EngineClosed."""
+        self._calls.submit_all()
+        self._is_finishing = True  # it may take as long as closing
+        try:
+            self._manager.suspend()
+        finally:
+            self._is_finishing = False
+
+    def _go_on(self, engine: Engine, recorder: EngineRecorder | None) -> None:
+        self._manager.resume(engine, recorder)
+        self._progress = engine.core.runner.progress
+        self._memory = BackgroundThread("pagetide-memory", self._watch_memory, MEMORY_WAIT_S)
+        self.may_wake = False
+        self._watch_engine()
 
     def _end(self, waiter: Waiter | None) -> None:
         self._ending = True

@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...allocator.errors import LeaseClosed
+from ...common.on_error import OnError
 from ...frames.recorder import EngineRecorder
 from ...frames.source import Frame
 from ...scheduler.errors import RequestRejected
@@ -29,13 +32,24 @@ from .intake import RequestIntake
 from .states import RequestGroup, RequestState
 
 if TYPE_CHECKING:
+    from ...scheduler.scheduler import Scheduler
     from ..build import Engine
     from ..executor import KeptModel
+    from ..sampling.constraints import Constraints
 
 log = logging.getLogger(__name__)
 
 STARVING_WAIT_S = 0.02
 STATS_S = 0.02  # maximum age of the statistics when a step begins, for reads during the step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Suspended:
+    """What goes on in another engine: requests, compiled constraints, and what the bytes of blocks are valid for."""
+
+    scheduler: Scheduler
+    constraints: Constraints
+    content: object
 
 
 class RequestManager:
@@ -47,20 +61,26 @@ class RequestManager:
     """
 
     def __init__(self, config: EngineConfig, kept: KeptModel | None = None) -> None:
-        # It imports torch, which takes seconds: what is wrong with a configuration is said before.
-        from ..build import build
-
         self._maker = MakerProcess()
-        self.engine: Engine | None = build(config, kept)
-        with ExitStack() as undo:
-            undo.callback(self.engine.close)
-            self.recorder: EngineRecorder | None = open_recorder(self.engine, config)
-            undo.pop_all()
+        self._config = config
+        self._suspended: _Suspended | None = None
+        self.engine: Engine | None
+        self.recorder: EngineRecorder | None
+        self.engine, self.recorder = engine, _ = self.built(kept)
         self.last_frame: Frame | None = None  # of the recording, once the engine has ended
         self.delivery = OutputDelivery()
         self._numbers = itertools.count()
-        self.watch: EngineWatch | None = EngineWatch(self.engine)  # while it is open
-        self._stats, self._stats_at = self.engine.stats(), self.engine.core.clock()
+        self.watch: EngineWatch | None = EngineWatch(engine)  # while it is open
+        self._stats, self._stats_at = engine.stats(), engine.core.clock()
+
+    def built(self, kept: KeptModel | None) -> tuple[Engine, EngineRecorder | None]:
+        """Build an engine, with its recorder if it has one. Raises as the constructor. Any thread may call it."""
+        # It imports torch, which takes seconds: what is wrong with a configuration is said before.
+        from ..build import build
+
+        engine = build(self._config, kept)
+        with OnError(engine.close):
+            return engine, open_recorder(engine, self._config)
 
     def open(self) -> Engine:
         """Return the engine. Raises EngineClosed once it is closed, and in a forked child."""
@@ -82,6 +102,7 @@ class RequestManager:
         """End all requests as aborted, or with the error `cause`, and free the engine's memory. Idempotent."""
         engine, self.engine = self.engine, None
         if engine is None:
+            self._end_suspended()
             return
         self.watch = None
         try:
@@ -89,6 +110,55 @@ class RequestManager:
             self.last_frame = None if self.recorder is None else self.recorder.last()
         finally:
             engine.close()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the requests, if there are any, wait for `resume`."""
+        return self._suspended is not None
+
+    def suspend(self) -> None:
+        """Free the engine's memory. No request ends: they go on, with the same tokens, after `resume`. Raises EngineClosed."""
+        engine = self.open()
+        self.finish_pending_steps()
+        self._suspended = _Suspended(engine.core.suspend(), engine.encoder.constraints, engine.content)
+        self.last_frame = None if self.recorder is None else self.recorder.last()
+        self.engine = self.watch = None
+        try:
+            engine.close()
+        except Exception:
+            log.exception("the engine of suspended requests could not be closed whole")
+
+    def end_recording(self) -> None:
+        """Complete the recording of a suspended engine. Not in the engine's thread, for which the recorder may wait."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.close(self.last_frame)
+        self.last_frame = None  # its source refers to the engine
+
+    def resume(self, engine: Engine, recorder: EngineRecorder | None) -> None:
+        """Go on in `engine`, which is of the same configuration."""
+        suspended, self._suspended = self._suspended, None
+        assert suspended is not None and self.engine is None
+        engine.encoder.constraints.follow(suspended.constraints)
+        keeps = engine.content is not None and engine.content == suspended.content
+        engine.core.scheduler.take_over(suspended.scheduler, keeps=keeps)
+        self.engine, self.watch, self.recorder = engine, EngineWatch(engine), recorder
+        self._refresh_stats(engine)
+
+    def _end_suspended(self) -> None:
+        """End the requests that wait for `resume` as aborted."""
+        suspended, self._suspended = self._suspended, None
+        if suspended is None:
+            return
+        groups, now = self.delivery.groups, time.monotonic()
+        for request_id, group in list(groups.items()):
+            if (end := suspended.scheduler.withdraw(request_id)) is not None:
+                group.deliver(request_id, end, now)
+        ended = list(dict.fromkeys(groups.values()))
+        for group in ended:
+            group.end_lost(now)
+        groups.clear()
+        self.delivery.on_outputs([], ended)
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
         """End every request group, even if the engine raises."""
@@ -194,11 +264,13 @@ class RequestManager:
             self._advance(engine, ahead=False)
 
     def abort(self, groups: Iterable[RequestGroup]) -> None:
-        """Let the unfinished of `groups` end with the next step."""
-        engine = self.engine
+        """Let the unfinished of `groups` end with the next step, or at once while they are suspended: no one waits for them."""
+        engine, suspended = self.engine, self._suspended
         for request_id in [one for group in groups if not group.is_finished for one in group.request_ids]:
             if engine is not None:
                 engine.core.abort(request_id)
+            elif suspended is not None and suspended.scheduler.withdraw(request_id) is not None:
+                self.delivery.remove([request_id])
 
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
         """Run one step and deliver its outputs. Unless `ahead`, launch none behind it. Raises ShardLost."""

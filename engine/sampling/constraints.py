@@ -103,6 +103,13 @@ class Constraints:
                 self._newest.popitem(last=False)
             return found
 
+    def follow(self, other: Constraints) -> None:
+        """Take over what `other`, of the same tokenizer and vocabulary, has compiled."""
+        with other._lock:
+            self._data, self._executor = other._data, other._executor
+            self._alive.update(other._alive)
+            self._newest.update(other._newest)
+
     def matcher(self, constraint: Constraint) -> Any:
         """A new `LLMatcher` for one output. Raises as `CompiledConstraint.compile` does."""
         return self.of(constraint).matcher()

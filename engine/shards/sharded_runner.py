@@ -78,6 +78,7 @@ class ShardedRunner:
         self.progress = Progress()  # the wait for shards that are well is progress: the team judges these
         team.on_well = self.progress.beat
         self._team = team
+        self.read = None  # see `Scheduler.suspend`: each shard has its part of every block
 
     @property
     def lost(self) -> ShardLost | None:

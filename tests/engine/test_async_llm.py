@@ -768,6 +768,34 @@ async def test_a_sleeper_that_is_stopped_is_freed_and_a_changed_checkpoint_is_lo
         assert tokens_of(await llm.generate([[5, 6]], up_to(8, temperature=0))) == second
 
 
+async def test_requests_go_on_after_a_sleep_that_suspends_them(llm: AsyncLLM, tmp_path: Path) -> None:
+    """With the tokens of an engine that never slept; one that is stopped meanwhile ends them as aborted."""
+    params, prompts = up_to(40, temperature=0), [[5, 6, 7], [*range(5, 40)]]
+    expected = tokens_of(await llm.generate(prompts, params))
+    tiny("llama").save_pretrained(tmp_path)
+    sleeper = AsyncLLM(str(tmp_path), **SHARED, host_kv_memory=MIB)
+    stream, left = sleeper.stream(prompts[1], params), sleeper.stream([9, 8], LONG)
+    told = (await anext(stream)).token_ids
+    await anext(left)
+    running = asyncio.create_task(sleeper.generate(prompts, params))
+    await go_on_for(sleeper, 4)
+    await sleeper.sleep(suspends=True)
+    assert sleeper._manager.engine is None and not running.done()
+    with pytest.raises(EngineClosed, match="asleep: wake it up"):
+        await sleeper.generate([5], up_to(3))
+    await left.aclose()
+    await sleeper.wake_up()
+    sleeper.resume()
+    assert tokens_of(await running) == expected
+    assert told + [token async for chunk in stream for token in chunk.token_ids] == expected[1]
+    assert is_idle(sleeper)
+    last = asyncio.create_task(sleeper.generate([5, 6], LONG))
+    await until(lambda: sleeper._manager.has_work)
+    await sleeper.sleep(2, suspends=True)
+    await sleeper.stop()
+    assert (await last)[0].finish_reason == "aborted"
+
+
 async def test_a_loaded_model_keeps_its_weights_in_a_sleep() -> None:
     model = tiny("llama")
     async with AsyncLLM(model, **SHARED) as llm:

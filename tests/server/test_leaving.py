@@ -345,3 +345,30 @@ async def test_a_request_that_begins_as_its_model_falls_asleep_waits_for_it(monk
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2, (what, answer.text)
             monkeypatch.undo()
         assert model.comings == {"load": 1, "wake": 2} and not model.is_used
+
+
+async def test_a_silent_stream_of_events_gets_comments_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "QUIET_S", 0.01)
+    for media_type in (streams.EVENTS, "application/json"):
+        sent, goes_on = list[bytes](), asyncio.Event()
+
+        async def parts(goes_on: asyncio.Event = goes_on) -> AsyncIterator[bytes]:
+            yield b"first"
+            await goes_on.wait()
+            yield b"last"
+
+        async def send(message: Any, sent: list[bytes] = sent) -> None:
+            sent.append(message.get("body", b""))
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        response = streams.StreamedResponse(parts(), AsyncExitStack(), media_type=media_type)
+        sending = asyncio.create_task(response({"type": "http"}, receive, send))
+        await until(lambda sent=sent, wanted=2 if media_type != streams.EVENTS else 4: len(sent) >= wanted)
+        await asyncio.sleep(0.03)
+        goes_on.set()
+        await sending
+        assert (sent[1], sent[-2:]) == (b"first", [b"last", b""])
+        assert (streams.PAUSED in sent) == (media_type == streams.EVENTS)

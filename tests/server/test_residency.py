@@ -26,10 +26,17 @@ def test_the_least_recently_used_leave_and_none_without_need() -> None:
     assert victims([c, b, a], 15, 9) == ["b"]  # "a" goes for nothing
     assert victims([c, b, a], 35, 9) == ["c"] and victims([c, b, a], 45, 9) == ["a", "c"]
     assert victims([c, b, a], 35, 4) is None  # "c" has its minimum residency
-    held = [Resident("a", 10, 1, 0, pinned=True), Resident("b", 20, 2, 0, num_requests=1)]
-    assert victims(held, 1, 9) is None
+    held = [
+        Resident("a", 10, 1, 0, pinned=True),
+        Resident("b", 20, 2, 4, num_requests=1),
+        Resident("c", 5, 3, 2, num_requests=2),
+    ]
+    assert victims(held, 1, 9) is None and victims(held, 26, 9, busy=True) is None
+    assert victims(held, 1, 9, busy=True) == ["c"] and victims(held, 10, 9, busy=True) == ["b"]
+    assert victims([*held, a], 12, 9, busy=True) == ["a", "c"] and victims(held, 1, 3, busy=True) == ["c"]
     assert RouterRules().resident_s(0.1) == 1 and RouterRules().resident_s(3) == 12
     assert RouterRules(min_resident_s=0).resident_s(3) == 0
+    assert [RouterRules().waits_s(seconds) for seconds in (0.0, 2.5, 2.6)] == [2.5, 2.5, 30.0]
 
 
 def registry(start: Callable[..., Awaitable[Any]], names: str = "abc", **rules: Any) -> ModelRegistry:
@@ -188,6 +195,82 @@ async def test_a_model_that_finds_no_memory_waits_for_others_and_a_refused_wake_
     free = 1
     await use(a)
     await models.stop()
+
+
+class Suspending(MadeUpEngine):
+    """Notes how it falls asleep."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.sleeps: list[bool] = []
+        self.wakes = 0
+        self.refuses = False
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        if method == "sleep":
+            self.sleeps.append(arguments.get("suspends", False))
+        elif method == "wake_up":
+            if self.refuses:
+                raise RequestFailed("memory", "too little")
+            self.wakes += 1
+        return await super().call(method, **arguments)
+
+
+async def suspending(reference: str, options: dict[str, Any], name: str) -> Any:
+    return Suspending(options)
+
+
+async def test_a_busy_model_makes_way_in_time_and_returns_when_the_other_is_idle_or_its_requests_have_waited() -> None:
+    models = registry(suspending, "abc", patience_s=0.1, return_s=0.3)
+    a, b, c = models
+    async with models.using(a), models.using(b):
+        asked = asyncio.create_task(models.until_serving(c))
+        await asyncio.sleep(0.05)
+        assert not asked.done() and c.state == "unloaded"
+        await asked
+        assert (a.state, b.state, a.num_running) == ("asleep", "ready", 1)  # it came first
+        assert a.goings == {"turn": 1} and a.departure is not None and "1, go on when it returns" in str(a.departure)
+        await eventually(lambda: a.state == "ready")  # c is idle
+        assert c.state == "asleep" and c.goings == {"memory": 1}
+        async with models.using(c):
+            left, stays = (a, b) if a.state == "asleep" else (b, a)
+            assert (left.state, stays.state) == ("asleep", "ready")
+            since = left.returns_at
+            await eventually(lambda: left.state == "ready")
+            assert since is not None and models._clock() >= since and left.returns_at is None
+            assert sorted(one.state for one in models) == ["asleep", "ready", "ready"]
+        await eventually(lambda: all(one.can_serve for one in (a, b)))
+    for one in models:
+        assert isinstance(one.process, Suspending) and one.process.sleeps.count(True) == one.goings["turn"]
+    await models.stop()
+
+
+async def test_a_suspended_model_whose_requests_leave_or_whose_engine_is_killed_or_refused_holds_up_no_other() -> None:
+    rules = {"patience_s": 0.0, "return_s": 0.05, "load_timeout_s": 0.4}
+    for fault in ("left", "killed", "refused"):
+        models = registry(suspending, "ab", most_bytes=15, **rules)
+        a, b = models
+        held = models.using(a)
+        await held.__aenter__()
+        await models.until_serving(b)
+        assert a.state == "asleep" and isinstance(a.process, Suspending)
+        if fault == "left":
+            await held.__aexit__(None, None, None)
+            await eventually(lambda a=a: a.coming is not None and a.coming.done())
+            assert (a.state, a.process.wakes, b.state) == ("asleep", 0, "ready")
+        elif fault == "killed":
+            a.process.ended.set()
+            await held.__aexit__(None, None, None)
+            await eventually(lambda a=a: a.coming is not None and a.coming.done())
+            assert (b.state, a.is_used) == ("ready", False)
+        else:
+            a.process.refuses = True
+            await eventually(lambda a=a: a.state == "unloaded")
+            assert a.process is None  # its requests have failed with it
+            await held.__aexit__(None, None, None)
+        await models.until_serving(a)
+        assert a.state == "ready"
+        await models.stop()
 
 
 class SlowSleeper(MadeUpEngine):

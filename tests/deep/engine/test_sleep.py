@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from async_rig import is_idle
 from families import tiny
 from monitors import wait_until
 
-from pagetide import AsyncLLM, SamplingParams, native
+from pagetide import AsyncLLM, RequestOutput, SamplingParams, native
 from pagetide.allocator.broker_client import BrokerClient
 from pagetide.engine.process.memory_usage import trim
 from pagetide.monitor.watching import watch
@@ -102,3 +104,47 @@ def test_two_engines_of_one_model_sleep_apart(saved: Path) -> None:
                 assert [done.token_ids for done in await one.generate(PROMPTS, GREEDY)] == expected
 
     asyncio.run(run())
+
+
+def alike(outputs: list[RequestOutput]) -> list[Any]:
+    """All but the times and ids, and what depends on what ran before."""
+    found = []
+    for output in outputs:
+        completions = tuple(replace(one, timings=None, num_preemptions=0) for one in output.completions)
+        found.append(replace(output, request_id="", num_cached_tokens=0, completions=completions))
+    return found
+
+
+@pytest.mark.parametrize("host_kv_memory", [0, MIB])
+async def test_all_kinds_of_requests_go_on_after_sleeps_that_suspend_them(tmp_path: Path, host_kv_memory: int) -> None:
+    """Running, waiting, streamed, beams: what comes is that of an engine that never slept, and none of it twice."""
+    params = [
+        {"max_new_tokens": 60, "temperature": 0}, {"max_new_tokens": 60, "temperature": 1, "seed": 3, "logprobs": 2},
+        {"max_new_tokens": 40, "n": 3, "seed": 5, "temperature": 1}, {"max_new_tokens": 24, "num_beams": 3, "temperature": 0},
+        {"max_new_tokens": 50, "temperature": 0, "repetition_penalty": 1.3, "prompt_logprobs": 1},
+    ]  # fmt: skip
+    asked = [([*range(5, 40 + i)], SamplingParams(**one)) for i, one in enumerate(params * 2)]
+    long = SamplingParams(max_new_tokens=200, temperature=0)
+    tiny("llama").save_pretrained(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "kv_memory": MIB, "share": False, "max_seqs": 6}
+    async with AsyncLLM(str(tmp_path), **options) as awake:
+        expected = [alike(await awake.generate(prompt, one)) for prompt, one in asked]
+        (whole,) = await awake.generate([9, 8, 7], long)
+    async with AsyncLLM(str(tmp_path), **options, host_kv_memory=host_kv_memory) as llm:
+        stream, left = llm.stream([9, 8, 7], long), llm.stream([9, 8], long)
+        chunks = [await anext(stream)]
+        await anext(left)
+        tasks = [asyncio.create_task(llm.generate(prompt, one)) for prompt, one in asked]
+        for level in (1, 2, 1):
+            for _ in range(8):
+                chunks.append(await anext(stream))
+            await llm.sleep(level, suspends=True)
+            await left.aclose()
+            await llm.wake_up()
+            with llm._engine_thread.held_engine() as engine:
+                engine.core.scheduler.check_invariants()
+        assert [alike(await task) for task in tasks] == expected
+        chunks += [chunk async for chunk in stream]
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+        recomputed = (await llm.stats())["recomputed_tokens"]
+        assert is_idle(llm) and (recomputed < 200) == bool(host_kv_memory), recomputed
