@@ -67,6 +67,10 @@ class WindowBlocks:
         """The device's window blocks of `nodes`, which have some."""
         return np.stack([places.of_node[nodes] for places in self.blocks])
 
+    def slots_of(self, nodes: Nodes) -> Int32:
+        """The host's window blocks of `nodes`, which have some."""
+        return np.stack([places.of_node[nodes] for places in self.slots])
+
     def put(self, nodes: Nodes, blocks: BlockIds) -> None:
         """`blocks` are the window blocks of `nodes`, which have none; a sequence holds them."""
         for places, of_table in zip(self.blocks, blocks, strict=True):
@@ -226,13 +230,15 @@ class WindowBlocksOfGroups:
             blocks += one.have(nodes, on_host=False) * one.group.num_tables
         return blocks
 
-    def num_readable(self, nodes: Nodes, on_host: bool) -> int:
+    def num_readable(self, nodes: Nodes, on_host: bool, with_states: bool = True) -> int:
         """The most of the leading `nodes`, a chain from its root, behind which every group has what is read next; with
-        `on_host` also on the host.
+        `on_host` also on the host, and unless `with_states` but for states.
         """
         lengths = np.arange(len(nodes) + 1)
         good = np.ones(len(nodes) + 1, np.bool_)
         for one in self._each:
+            if one.group.is_state and not with_states:
+                continue
             missing = np.where(one.have(nodes, on_host), -1, lengths[:-1])
             good[1:] &= np.maximum.accumulate(missing) < self._first_read(one, lengths[1:])
         return int(np.flatnonzero(good)[-1])

@@ -254,9 +254,6 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
     asked = config.host_kv_memory
     if not asked:
         return None
-    if plan.state_bytes:
-        log.warning("host_kv_memory is not used: layers of %s have states, which do not go to the host", plan.model)
-        return None
     if asked > (free := free_host_bytes()):
         remedy = "ask for less host_kv_memory, or for none"
         raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)

@@ -194,10 +194,11 @@ def _advance(state: SchedulerState, plan: Plan, result: Result) -> Index:
     if not len(result.deferred):
         computed[plan.rows] = plan.starts + plan.lengths
         return NO_ROWS
-    deferred = plan.rows[result.deferred]
+    deferred, ends = plan.rows[result.deferred], plan.starts + plan.lengths
     before = computed[deferred]
-    computed[plan.rows] = plan.starts + plan.lengths
+    computed[plan.rows] = ends
     computed[deferred] = before
+    state.cache.row_tables.deferred(deferred, ends[result.deferred])
     return deferred
 
 
