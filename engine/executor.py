@@ -314,10 +314,8 @@ def make_runner(
     storage = Storage(plan.geometry, arena, device)
     rows, memory = RowStates(sampler, num_rows, max_tokens), MemoryExecutor(storage, arena, host)
     runner = ModelRunner(model, kernel, rows, memory, max_step_tokens=config.max_step_tokens, group=group)
-    if config.overlap is not None and not storage.states:
+    if config.overlap is not None:
         runner.overlaps = config.overlap
-    elif config.overlap:
-        log.warning("overlap is not used: layers of %s have states, which a repeated step needs as they were", plan.model)
     by_row = bool(storage.states) or attends_by_sequence(model)
     if captures and config.cuda_graphs and device.type == "cuda" and not by_row:
         _record(runner, num_rows)

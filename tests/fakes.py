@@ -278,6 +278,9 @@ class FakeRunner:
             if self._fails():
                 counts[i] = 0
                 deferred.append(i)
+                if self.num_state_blocks and start and self.faults is not None and self.faults.random() < 0.3:
+                    self.failed_blocks += self.state_table[row].tolist()  # as behind a fault within a mixer
+                    self.pool[self.state_table[row]] = POISON
                 continue
             if start > self.written[row]:  # behind a chunk that was deferred: garbage, to be thrown away
                 sampled += [0] * int(counts[i])

@@ -225,7 +225,7 @@ def test_llm_serves_them(tmp_path: Path) -> None:
     expected = plain(model, inputs, NEW)
     model.save_pretrained(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, n=2, ignore_eos=True)
-    settings: dict[str, Any] = {"kv_memory": "4MiB", "host_kv_memory": "4MiB", "overlap": True}  # which it does not
+    settings: dict[str, Any] = {"kv_memory": "4MiB", "host_kv_memory": "4MiB", "overlap": True}
     with LLM(str(tmp_path), dtype="float32", device="cpu", share=False, **settings) as llm:
         assert llm.stats()["host_tier"] is not None
         for _ in range(2):
