@@ -192,7 +192,7 @@ class GroupedTables(RowTables):
         return merged([tuple(updates), self._extend(one, np.array([upto]), np.array([num_tokens]), swapping)])
 
     def begin(
-        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+        self, row: int, hit: PrefixHit, num_tail: int | None, upto: int, swapping: Swapping
     ) -> tuple[Updates, BlockMoves | None]:
         index, one, reads = swapping.index, np.array([row]), []
         shared = self._share_nodes(row, hit, index)
@@ -212,7 +212,7 @@ class GroupedTables(RowTables):
             table.starts[row] = table.lengths[row] = len(hit.nodes) - len(nodes)
             updates += table.append(one, np.array([len(nodes)]), blocks)
             returning.append((window, nodes[~on_device], blocks[:, ~on_device]))
-        tail = np.array([hit.num_tokens + num_tail])
+        tail = np.array([hit.num_tokens + (num_tail or 0)])
         extended = self._extend(one, np.array([upto]), tail, swapping, hit)
         self._promote_nodes(row, hit, swapping)
         for window, nodes, blocks in returning:

@@ -58,15 +58,13 @@ class HostOffloadPolicy:
         new, found = (self._won + _USES) / (self._won + self._lost + _USES + 1)
         return float(new), float(max(new, found))
 
-    def worth(self, blocks: Int32, least_chance: float) -> Mask:
-        """Which of `blocks` are worth demoting."""
-        if least_chance >= 1:
-            return np.zeros(len(blocks), np.bool_)
+    def worth(self, blocks: Int32, least_chance: float | npt.NDArray[np.float64]) -> Mask:
+        """Which of `blocks` are worth demoting, or what belongs to them, each from its `least_chance` on."""
         new, found = self.chances
-        if new > least_chance:
-            return np.ones(len(blocks), np.bool_)
-        worth: Mask = (self._wanted[blocks] > 0) | self._sampled[blocks]
-        return worth | self._found[blocks] if found > least_chance else worth
+        chances = np.where(self._found[blocks], found, new)
+        chances[(self._wanted[blocks] > 0) | self._sampled[blocks]] = 1.0
+        worth: Mask = chances > least_chance
+        return worth
 
     # -- blocks that can be found ------------------------------------------------------------------------------------
 

@@ -47,7 +47,9 @@ class Swaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTail:
-    """`slots` hold the last, partly filled block of the first `num_tokens` tokens of a sequence, one per table."""
+    """`slots` hold the last, partly filled block of the first `num_tokens` tokens of a sequence, one per table, and then the
+    blocks of the state behind these tokens, if layers have some.
+    """
 
     slots: Int32
     num_tokens: int
@@ -74,6 +76,10 @@ class HostTier:
         self._beside = np.zeros(capacity + 1, np.bool_)
         self._any_leaving = False
         self._ins: list[tuple[Int32, Int32]] = []
+        # Copies in that leave their slots in use, and those of these slots that were freed since.
+        self._reads: list[tuple[Int32, Int32]] = []
+        self._is_read = np.zeros(capacity + 1, np.bool_)
+        self._freed: list[Int32] = []
         self._back: list[tuple[Int32, Int32]] = []
         self._give_all()
 
@@ -93,6 +99,11 @@ class HostTier:
         """Whether there are slots, and demoting a block that is certain to be used again is worth it now."""
         return self.least_chance < 1 and self.num_slots > 0 and not self.resting
 
+    @property
+    def copy_share(self) -> float:
+        """The time to copy a block one way, of the time to compute its tokens."""
+        return self.least_chance / (1 + self.least_chance)
+
     def take(self, n: int) -> Int32:
         """Take `n` slots, which must be free; slots used before come first."""
         if n > self.num_free:
@@ -103,8 +114,12 @@ class HostTier:
         return slots
 
     def free(self, slots: Int32) -> None:
-        """Free `slots`; pending copies to them are cancelled."""
+        """Free `slots`, once the next plan has read those that it is to; pending copies to them are cancelled."""
         self._leaving[slots] = 0
+        if self._reads:
+            is_read = self._is_read[slots]
+            self._freed.append(slots[is_read])
+            slots = slots[~is_read]
         self._free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
 
@@ -121,7 +136,7 @@ class HostTier:
 
         All slots are available again, including retired ones: there may be memory for them by then.
         """
-        if self.num_used or self._ins:
+        if self.num_used or self._ins or self._reads:
             raise ValueError(f"{self.num_used} slots are in use: a tier rests only when it is empty")
         self._give_all()
         self.resting = True
@@ -136,16 +151,21 @@ class HostTier:
         self._any_leaving = True
         self.num_owed += len(slots)
 
-    def queue_swap_in(self, slots: Int32, blocks: Int32) -> None:
-        """Let the next plan copy `slots` to `blocks`. The slots are free once a plan contains the copy."""
+    def queue_swap_in(self, slots: Int32, blocks: Int32, keeps: bool = False) -> None:
+        """Let the next plan copy `slots` to `blocks`. The slots are free once a plan contains the copy, unless they `keeps`
+        their contents.
+        """
         self.num_owed += len(slots)
         leaving = self._leaving[slots]
         early = leaving != 0
         if early.any():
             self._back.append((leaving[early], blocks[early]))
-            self.free(slots[early])  # nothing was written there yet
+            if not keeps:
+                self.free(slots[early])  # nothing was written there yet
             slots, blocks = slots[~early], blocks[~early]
-        self._ins.append((slots, blocks))
+        if keeps:
+            self._is_read[slots] = True
+        (self._reads if keeps else self._ins).append((slots, blocks))
 
     def owed(self, blocks: BlockIds) -> Int32:
         """Slots to which the next plan copies one of `blocks`."""
@@ -157,24 +177,26 @@ class HostTier:
 
     def is_arriving(self, blocks: BlockIds) -> bool:
         """Whether the next plan copies to one of `blocks`."""
-        return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))
+        return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._reads, *self._back))
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
         """The copies of the plan that is being made, or None.
 
         Unless `alone`, the plan moves blocks or extents as well; then all copies out are done before its chunks.
         """
-        if not (self._any_leaving or self._ins):
+        if not (self._any_leaving or self._ins or self._reads):
             return None
         out_slots = np.flatnonzero(self._leaving).astype(np.int32)
         beside = self._beside[out_slots] & (alone and not self._back)
         out_slots = np.concatenate((out_slots[~beside], out_slots[beside]))
         out_blocks = self._leaving[out_slots]
         self._leaving[out_slots] = 0
-        in_slots, in_blocks = _joined(self._ins)
+        freed, (in_slots, in_blocks) = [slots for slots, _ in self._ins] + self._freed, _joined(self._ins + self._reads)
         back = BlockCopies(*_joined(self._back)) if self._back else None
-        self._ins, self._back, self._any_leaving = [], [], False
-        self.free(in_slots)
+        self._is_read[in_slots] = False
+        self._ins, self._reads, self._freed, self._back, self._any_leaving = [], [], [], [], False
+        for slots in freed:
+            self.free(slots)
         if not (len(out_slots) or len(in_slots) or back):
             return None  # all copies were cancelled
         return Swaps(out_blocks, out_slots, in_slots, in_blocks, back, int(np.count_nonzero(~beside)))
@@ -182,7 +204,7 @@ class HostTier:
     def check_invariants(self, findable: Int32) -> None:
         """Check that every slot is exactly one of free, findable, a tail or about to be read. Raises AssertionError."""
         free = self._free[: self.num_free].tolist()
-        read = [slot for slots, _ in self._ins for slot in slots.tolist()]
+        read = [slot for slots in (*[slots for slots, _ in self._ins], *self._freed) for slot in slots.tolist()]
         held = [*findable.tolist(), *(slot for tail in self.tails.values() for slot in tail.slots.tolist()), *read]
         assert len({*free, *held}) == len(free) + len(held) == self.num_slots, "a slot is lost, or twice in use"
         assert not self._leaving[free].any(), "a copy to a free slot is queued"

@@ -185,7 +185,7 @@ class CacheManager:
         return BlockCopies(copies.sources[held], copies.targets[held]) if held.any() else None
 
     def _copies(self, moves: BlockMoves | None) -> BlockCopies | None:
-        """The copies of a state, which the next plan does before anything else writes to blocks, if there is no host tier."""
+        """The copies of a state, which the next plan does before anything else writes to blocks."""
         if moves is None:
             return None
         copies = BlockCopies(self._bytes_at[moves[0]], moves[1])
@@ -226,9 +226,10 @@ class CacheManager:
         """The hash chain of `tokens` for lookups within `salt` (None: no salt)."""
         return self.index.hasher.chain(tokens, salt)
 
-    def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
-        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only."""
-        return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
+    def lookup(self, chain: Chain, max_tokens: int, name: str = "") -> PrefixHit:
+        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached, or kept for `name`. Read-only."""
+        hit = self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
+        return self.swapping.suspended.hit_of(name, hit, max_tokens)
 
     def bytes_at(self, blocks: Int32) -> Int32:
         """Where the bytes of `blocks` are until the next plan is done."""
@@ -304,10 +305,11 @@ class CacheManager:
             self.index.accept(hit)
             self._committed[row] = full
         self.swapping.admitted(hit, self.row_tables.anchor.blocks[0, row], returns)
-        tail = [table.blocks[:, row, full] for table in self.tables if num_tail]
-        self.swapping.suspended.take_tail(name, np.concatenate([self._bytes_at[:0], *tail]))
+        num_computed = hit.num_tokens + (num_tail or 0)
+        tail = self._bytes_at[:0] if num_tail is None else self.row_tables.tail_of(row, num_computed)
+        self.swapping.suspended.take_tail(name, tail)
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
-        return Extension(updates, self._copies(moves), num_computed=hit.num_tokens + num_tail, waits=waits)
+        return Extension(updates, self._copies(moves), num_computed=num_computed, waits=waits)
 
     def _is_arriving(self, row: int, full: int) -> bool:
         """Whether the next plan copies to one of the first `full` blocks of `row`."""
@@ -389,16 +391,17 @@ class CacheManager:
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
-    def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int) -> None:
+    def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int, arrived: bool = True) -> None:
         """Record that sequence `name` leaves `row` and will return.
 
-        The first `num_tokens` tokens, those of `chain`, are computed and committed. The last, partly filled block is
-        kept, unless no slot is available or the blocks before it are not all findable.
+        The first `num_tokens` tokens, those of `chain`, are computed and committed. The last, partly filled block and the state
+        are kept, unless no slot is available, the blocks before are not all findable, or copies to some of the row's blocks are
+        still to be planned (not `arrived`).
         """
-        full, rest = divmod(num_tokens, self.block_size)
-        keeps = rest and self._committed[row] == full and self.row_tables.keeps_tails
-        tail = [table.blocks[:, row, full] for table in self.tables if keeps]
-        self.swapping.suspended.keep(name, chain, num_tokens, np.concatenate([self._bytes_at[:0], *tail]))
+        keeps = arrived and self._committed[row] == num_tokens // self.block_size
+        keeps = keeps and self.row_tables.may_keep_tail(row, num_tokens, self.index)
+        tail = self.row_tables.tail_of(row, num_tokens) if keeps else self._bytes_at[:0]
+        self.swapping.suspended.keep(name, chain, num_tokens, tail)
 
     def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
         """Set which swaps are worth their cost from now on.

@@ -33,7 +33,7 @@ from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
 from .retention import RetainedPrefixes, Retention
-from .window_blocks import WindowBlocksOfGroups
+from .window_blocks import WindowBlocks, WindowBlocksOfGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +140,21 @@ class PrefixIndex:
     def on_device(self, hit: PrefixHit) -> PrefixHit:
         """The part of `hit` for which nothing is on the host."""
         return self._hit(hit.nodes[: len(hit.blocks)], hit.matched, on_host=False)
+
+    def without_state(self, hit: PrefixHit, num_blocks: int) -> PrefixHit:
+        """The hit of the first `num_blocks` blocks for a sequence that has a state of its own behind them; `hit`, what a new
+        one may begin with, if not so many are found.
+        """
+        nodes = hit.matched[:num_blocks]
+        if len(nodes) < num_blocks or self.windows.num_readable(nodes, on_host=True, with_states=False) < num_blocks:
+            return hit
+        return PrefixHit(num_blocks * self.hasher.block_size, *self.places_of(nodes), nodes, hit.matched)
+
+    def blocks_saved(self, window: WindowBlocks, node: int) -> int:
+        """Blocks of tokens up to `node` behind the last of its ancestors with window blocks of the group `window`."""
+        path = self._tree.path_to(node)
+        before = np.flatnonzero(window.have(path[:-1]))
+        return len(path) - (int(before[-1]) + 1 if len(before) else 0)
 
     def places_of(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
         """The blocks and slots of `nodes`, part of a chain in its order."""

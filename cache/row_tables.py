@@ -32,7 +32,6 @@ class RowTables:
     passed may be released.
     """
 
-    keeps_tails = True  # whether the partly filled last block of a row is of use to the row that goes on from there
     num_tables = 1  # those that grow with the tokens of a row
 
     def __init__(
@@ -122,6 +121,20 @@ class RowTables:
         columns = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
         return int(np.concatenate(columns)[0])
 
+    def tail_of(self, row: int, num_tokens: int) -> BlockIds:
+        """The blocks of `row` that no node stands for where its first `num_tokens` tokens are computed: the partly filled last
+        ones, and those of its state.
+        """
+        full, rest = divmod(num_tokens, self.block_size)
+        return np.concatenate([self.anchor.blocks[:0, row, 0], *(t.blocks[:, row, full] for t in self.with_bytes if rest)])
+
+    def may_keep_tail(self, row: int, num_tokens: int, index: PrefixIndex) -> bool:
+        """Whether `tail_of` is of use to a row that goes on from there."""
+        return num_tokens % self.block_size > 0
+
+    def deferred(self, rows: Index, ends: Index) -> None:
+        """Chunks of `rows` up to `ends[i]` tokens were not computed, or in a part of the layers only."""
+
     # -- what rows will hold -----------------------------------------------------------------------------------------
 
     def most_nodes(self, num_slots: int) -> int:
@@ -192,10 +205,11 @@ class RowTables:
         return merged([shared, self.extend(np.array([child]), np.array([upto]), swapping)])
 
     def begin(
-        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+        self, row: int, hit: PrefixHit, num_tail: int | None, upto: int, swapping: Swapping
     ) -> tuple[Updates, BlockMoves | None]:
         """Let `row` (empty) begin with the blocks of `hit` and room for `upto` tokens; in tables of windows with what the next
-        token reads, and room for `num_tail` tokens. There must be enough blocks. What `hit` has on the host gets blocks too.
+        token reads, and room for the `num_tail` tokens of its tail (None: it has none). There must be enough blocks. What `hit`
+        has on the host gets blocks too.
 
         Returns the table entries, and the blocks to copy: the state behind `hit`.
         """

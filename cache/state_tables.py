@@ -2,7 +2,8 @@
 
 A row has one table more, of the blocks with its state, from its admission on. A step changes the state in place, so a state
 that others find is no row's: a hit copies it, and a row that goes on from one that it has given away gets a copy. States are
-kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there.
+kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there. With a host tier the
+state of a preempted sequence waits there with its partly filled last block, and so do states that others find.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..allocator.errors import NoFreeBlocks
 from .block_table import NO_UPDATE, BlockTables, Index, Int32, TableUpdate
 from .grouped_tables import GroupedTables
 from .layer_groups import LayerGroup
-from .prefix_index import PrefixHit, PrefixIndex
+from .prefix_index import NO_HIT, PrefixHit, PrefixIndex
 from .prefix_tree import NONE
 from .row_tables import BlockMoves, Computed, RowTables, Updates
 from .swapping import Swapping
@@ -36,8 +37,6 @@ def tables_for(
 class StateTables(GroupedTables):
     """The tables of `groups`, and that of states, the last of them: one for each row, whatever the number of its tokens."""
 
-    keeps_tails = False
-
     def __init__(
         self, pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int, groups: tuple[LayerGroup, ...]
     ) -> None:
@@ -46,6 +45,8 @@ class StateTables(GroupedTables):
         self._table = BlockTables(num_rows, self._group.num_tables)
         self.with_bytes += (self._table,)
         self._stops: dict[int, list[int]] = {}  # by row: where states are to be kept, in tokens
+        # By row: the end of a deferred chunk; before it some layers' states may be behind more tokens than others'.
+        self._unsure: dict[int, int] = {}
 
     @property
     def window_groups(self) -> list[LayerGroup]:
@@ -53,6 +54,20 @@ class StateTables(GroupedTables):
 
     def column_of(self, row: int, block: int) -> int | None:
         return None if block in self._table.of(row) else super().column_of(row, block)
+
+    def tail_of(self, row: int, num_tokens: int) -> BlockIds:
+        full, rest = divmod(num_tokens, self.block_size)
+        of_kv = [table.blocks[:, row, full] for table in self.with_bytes[:-1] if rest]
+        return np.concatenate([*of_kv, self._table.of(row)[0]])
+
+    def may_keep_tail(self, row: int, num_tokens: int, index: PrefixIndex) -> bool:
+        """A state that belongs to a node is found there."""
+        is_nodes = self._states(index).blocks[0].node_at[self._table.of(row)[0, 0]] != NONE
+        return num_tokens > 0 and not is_nodes and num_tokens >= self._unsure.get(row, 0)
+
+    def deferred(self, rows: Index, ends: Index) -> None:
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            self._unsure[row] = max(end, self._unsure.get(row, 0))
 
     def needed(self, upto: int, hit: PrefixHit, index: PrefixIndex) -> int:
         """A found state is copied, and may not be evicted for that."""
@@ -78,10 +93,10 @@ class StateTables(GroupedTables):
         return reached, self._and_state(updates, own), moves
 
     def begin(
-        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+        self, row: int, hit: PrefixHit, num_tail: int | None, upto: int, swapping: Swapping
     ) -> tuple[Updates, BlockMoves | None]:
         index, num_blocks = swapping.index, self._group.num_tables
-        found = self._found(hit, index)
+        found = self._found(NO_HIT if num_tail is not None else hit, index)
         if found.size:  # not to be evicted for the blocks of this row
             self.pool.retain(found.ravel())
             self._states(index).mark_used(hit.nodes[-1:])
@@ -92,9 +107,11 @@ class StateTables(GroupedTables):
         if index.capacity:
             stops = {min(len(hit.matched), full), full}
             self._stops[row] = [stop * self.block_size for stop in stops if stop > len(hit.nodes)]
-        if found.size:  # it was found once: requests may go different ways behind it
+        if len(hit.nodes) and num_tail is None:  # it was found once: requests may go different ways behind it
             self._states(index).keep(hit.nodes[-1:])
-            if len(self.pool.release(found.ravel())):
+            if not found.size:
+                swapping.copy_state_in(self._states(index), hit.nodes[-1:], self._table.of(row))
+            elif len(self.pool.release(found.ravel())):
                 self._states(index).mark_evictable(hit.nodes[-1:], passed=False)
         return self._and_state(updates, own), (found[:, 0], fresh) if found.size else None
 
@@ -136,6 +153,7 @@ class StateTables(GroupedTables):
         self._table.release(rows)
         for row in rows.tolist():
             self._stops.pop(row, None)
+            self._unsure.pop(row, None)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -151,8 +169,9 @@ class StateTables(GroupedTables):
         return states
 
     def _found(self, hit: PrefixHit, index: PrefixIndex) -> BlockIds:
-        """The blocks of the state behind `hit`, [num_blocks, 1]; [num_blocks, 0] if it is empty."""
-        return self._states(index).blocks_of(hit.nodes[-1:])
+        """The blocks of the state behind `hit`, [num_blocks, 1]; [num_blocks, 0] if it is empty, or has none on the device."""
+        states, last = self._states(index), hit.nodes[-1:]
+        return states.blocks_of(last[states.have(last, on_host=False)])
 
     def _own_state(self, row: int, swapping: Swapping) -> tuple[TableUpdate, BlockMoves | None]:
         """Let the state of `row` be no node's: the row gets a copy, or the node loses it if there is no room for two.

@@ -64,8 +64,10 @@ class StateCache:
         self._on_host = self.memory.numpy() if memory.device.type == "cpu" else None
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks]: a copy."""
-        found = torch.empty((len(blocks), *self.shape), dtype=self.dtype, device=blocks.device)
+        """The states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks]: a copy. `blocks` on the host, as for
+        `write`, need no wait for the device.
+        """
+        found = torch.empty((len(blocks), *self.shape), dtype=self.dtype, device=self.memory.device)
         for part, where in self._parts(found, blocks):
             part[:] = where
         return found

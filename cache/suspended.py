@@ -1,6 +1,7 @@
 """Preempted sequences that will return: the blocks that they want, and their tails.
 
-A tail is the last, partly filled block of a sequence, in each table. It is not findable, and waits in slots of the host tier.
+A tail is the last, partly filled block of a sequence, in each table, and its state. It is not findable, and waits in slots of
+the host tier.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ class SuspendedSequences:
         self._bytes_at = bytes_at
         self._take_slots = take_slots
         self._block_size = index.hasher.block_size
+        self._has_states = any(window.group.is_state for window in index.windows)
         self._chains: dict[str, tuple[Chain, int]] = {}  # with the number of computed tokens
 
     def keep(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
         """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
 
-        `tail` are its last blocks, one per table, to keep if slots are available; empty: none is to be kept.
+        `tail` are its last blocks, one per table, and those of its state, to keep if slots are available; empty: none is to be
+        kept. A state is kept if copying it takes less time than computing the tokens behind the last one that is found.
         """
         if not self._host.capacity:
             return
         self._chains[name] = chain, num_tokens
         self._want(chain, num_tokens, 1)
+        if self._has_states and len(tail):
+            lost = (num_tokens - self._index.lookup(chain, num_tokens).num_tokens) / self._block_size
+            tail = tail if 2 * len(tail) * self._host.copy_share < lost else tail[:0]
         slots = self._take_slots(len(tail))
         if len(slots) < len(tail):
             self._host.free(slots)
@@ -62,16 +68,23 @@ class SuspendedSequences:
         self._want(*waiting, -1)
         return True
 
-    def tail_behind(self, name: str, hit: PrefixHit) -> int:
-        """The tokens of the tail that is kept for `name`, if it follows `hit` and is worth promoting; else 0."""
+    def hit_of(self, name: str, hit: PrefixHit, max_tokens: int) -> PrefixHit:
+        """What `name` can go on from, of at most `max_tokens` tokens: `hit`, or, with the state that is kept for it, more."""
+        tail = self._host.tails.get(name)
+        if tail is None or not (self._has_states and self._host.promotes and hit.num_tokens < tail.num_tokens <= max_tokens):
+            return hit
+        return self._index.without_state(hit, tail.num_tokens // self._block_size)
+
+    def tail_behind(self, name: str, hit: PrefixHit) -> int | None:
+        """The tokens of the tail that is kept for `name`, if it follows `hit` and is worth promoting; else None."""
         tail = self._host.tails.get(name)
         if tail is None or not self._host.promotes:
-            return 0
+            return None
         full, rest = divmod(tail.num_tokens, self._block_size)
-        return rest if hit.num_tokens == full * self._block_size else 0
+        return rest if hit.num_tokens == full * self._block_size else None
 
     def take_tail(self, name: str, blocks: BlockIds) -> None:
-        """Swap the tail of `name` in to `blocks`, one per table; with no blocks, drop it. Does nothing without a tail."""
+        """Swap the tail of `name` in to `blocks`, as many as it has; with no blocks, drop it. Does nothing without a tail."""
         if (tail := self._host.tails.pop(name, None)) is None:
             return
         if len(blocks):

@@ -6,7 +6,8 @@ new row. What is kept for preempted sequences is in suspended.py.
 
 With several groups of layers, window blocks that windows have passed leave first, then nodes with their window blocks, then
 other window blocks without a reference (window_blocks.py). Where no layer reads all tokens, nodes have no bytes, and only
-window blocks leave.
+window blocks leave. A state goes to slots with its node or before it, if copying it takes less time than computing the tokens
+that it saves, by the chance that it is used again; a row that finds it there gets a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .host_offload import HostOffloadPolicy
+from .host_offload import HostOffloadPolicy, Mask
 from .host_tier import HostTier
 from .node_places import BlockPlaces
 from .prefix_index import PrefixHit, PrefixIndex
@@ -80,7 +81,7 @@ class Swapping:
         `hit` is the prefix of a row that is being admitted: the contents of its slots stay there.
         """
         wanted = self._allocator.num_free + num_blocks
-        while (lacking := wanted - self._allocator.num_free) > 0 and self._evict_passed(lacking):
+        while (lacking := wanted - self._allocator.num_free) > 0 and self._evict_passed(lacking, hit):
             pass
         while (lacking := wanted - self._allocator.num_free) > 0:  # blocks that a pending copy reads become free later
             victims = self.index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
@@ -109,8 +110,9 @@ class Swapping:
             victims = victims[self.index.findable(victims)]  # without descendants of an evicted block
         nodes = self.index.blocks.nodes_in(victims)
         for window in self.index.windows:
-            if window.group.is_state:  # what computes them again is demoted
-                self.evicted_blocks += self.forget_window_blocks(window, nodes)
+            if window.group.is_state:
+                having = nodes[window.have(nodes, on_host=False)]
+                self.evicted_blocks += self.forget_window_blocks(window, having[~self._worth_of_states(window, having)])
         sizes = 1 + self.index.windows.num_blocks(nodes)
         slots = self._take_slots(int(sizes.sum()), hit)
         from_last = np.cumsum(sizes[::-1])
@@ -166,10 +168,18 @@ class Swapping:
         self._allocator.publish(blocks.ravel())
         self.host.queue_swap_in(slots.ravel(), blocks.ravel())
 
+    def copy_state_in(self, window: WindowBlocks, node: Nodes, blocks: BlockIds) -> None:
+        """Copy the state of `node` [1], on the host, to `blocks` [tables, 1] of a row. It stays there."""
+        self.host.queue_swap_in(window.slots_of(node).ravel(), blocks.ravel(), keeps=True)
+        if self.index.blocks.have(node).all():
+            window.stay_on_host(node)  # used last
+
     def registered(self, blocks: BlockIds, slots: Int32) -> None:
         """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now, which are freed."""
         self.demotion.registered(blocks, slots)
         self.host.free(slots)
+        for window in self.index.windows if len(slots) else ():
+            window.stay_on_host(self.index.blocks.nodes_in(blocks[: len(slots)]))
 
     def forget_window_blocks(self, window: WindowBlocks, nodes: Nodes) -> int:
         """Forget the window blocks of `nodes`; the nodes stay. Returns the number of blocks."""
@@ -256,10 +266,14 @@ class Swapping:
         beside = hit is not None and not self.index.windows
         self.host.queue_swap_out(self._bytes_at[blocks], slots, beside=beside)
 
-    def _evict_passed(self, num_blocks: int) -> bool:
-        """Evict passed window blocks, at least `num_blocks` if there are so many. Returns whether there were some."""
+    def _evict_passed(self, num_blocks: int, hit: PrefixHit | None) -> bool:
+        """Evict passed window blocks, or demote passed states, at least `num_blocks` if there are so many. Returns whether
+        there were some.
+        """
         for window in self.index.windows:
             if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
+                if window.group.is_state and self.host.demotes:
+                    nodes = self._without_demoted(window, nodes, self._worth_of_states(window, nodes), hit)
                 self.evicted_blocks += self.forget_window_blocks(window, nodes)
                 return True
         return False
@@ -271,19 +285,35 @@ class Swapping:
             nodes = window.kept(-(-num_blocks // tables))
             if not len(nodes):
                 continue
-            if not self._nodes_have_bytes and self.host.demotes and not window.group.is_state:
-                anchors = self.index.blocks.of_node[nodes]
-                worth = nodes[self.demotion.worth(anchors, self.host.least_chance)]
-                slots = self._take_slots(len(worth) * tables, hit)
-                worth = worth[len(worth) - len(slots) // tables :]
-                self.host.free(slots[len(worth) * tables :])
-                if len(worth):
-                    self._demote_window_blocks(window, worth, slots[: len(worth) * tables], hit)
-                    window.stay_on_host(worth)
-                nodes = nodes[~np.isin(nodes, worth)]
+            if window.group.is_state and self.host.demotes:
+                nodes = self._without_demoted(window, nodes, self._worth_of_states(window, nodes), hit)
+            elif not self._nodes_have_bytes and self.host.demotes:
+                worth = self.demotion.worth(self.index.blocks.of_node[nodes], self.host.least_chance)
+                nodes = self._without_demoted(window, nodes, worth, hit)
             self.evicted_blocks += self.forget_window_blocks(window, nodes)
             return True
         return False
+
+    def _without_demoted(self, window: WindowBlocks, nodes: Nodes, worth: Mask, hit: PrefixHit | None) -> Nodes:
+        """Demote the window blocks of those of `nodes` that are `worth` it, as far as there are slots. Returns the others."""
+        tables, demoted = window.group.num_tables, nodes[worth]
+        slots = self._take_slots(len(demoted) * tables, hit)
+        demoted = demoted[len(demoted) - len(slots) // tables :]
+        self.host.free(slots[len(demoted) * tables :])
+        if len(demoted):
+            self._demote_window_blocks(window, demoted, slots[: len(demoted) * tables], hit)
+            window.stay_on_host(demoted)
+        return nodes[~np.isin(nodes, demoted)]
+
+    def _worth_of_states(self, window: WindowBlocks, nodes: Nodes) -> Mask:
+        """Which of `nodes`, on the device, have states that are worth demoting. A state takes the copies of all its blocks, and
+        saves the tokens behind the state before it.
+        """
+        saved = np.array([self.index.blocks_saved(window, node) for node in nodes.tolist()], float)
+        cost = window.group.num_tables * self.host.copy_share
+        least = np.full(len(nodes), np.inf)
+        np.divide(cost, saved - cost, out=least, where=saved > cost)
+        return self.demotion.worth(self.index.blocks.of_node[nodes], least)
 
     def _take_slots(self, n: int, hit: PrefixHit | None = None) -> Int32:
         """Take up to `n` slots, evicting slots other than those of `hit` if needed; none if demoting is not worth it."""

@@ -84,6 +84,10 @@ class WindowBlocks:
         """The device's window blocks of `nodes`, which have some."""
         return np.stack([places.of_node[nodes] for places in self.blocks])
 
+    def slots_of(self, nodes: Nodes) -> Int32:
+        """The host's window blocks of `nodes`, which have some."""
+        return np.stack([places.of_node[nodes] for places in self.slots])
+
     def put(self, nodes: Nodes, blocks: BlockIds) -> None:
         """`blocks` are the window blocks of `nodes`, which have none; a sequence holds them."""
         for places, of_table in zip(self.blocks, blocks, strict=True):
@@ -249,11 +253,12 @@ class WindowBlocksOfGroups:
             blocks += one.have(nodes, on_host=False) * one.group.num_tables
         return blocks
 
-    def num_readable(self, nodes: Nodes, on_host: bool) -> int:
+    def num_readable(self, nodes: Nodes, on_host: bool, with_states: bool = True) -> int:
         """The most of the leading `nodes`, a chain from its root, behind which every group has what is read next; with
-        `on_host` also on the host.
+        `on_host` also on the host, and unless `with_states` but for states.
         """
-        return num_readable([(one.group, one.have(nodes, on_host)) for one in self._each], self._block_size, len(nodes))
+        groups = [one for one in self._each if with_states or not one.group.is_state]
+        return num_readable([(one.group, one.have(nodes, on_host)) for one in groups], self._block_size, len(nodes))
 
     def worth_keeping(self, nodes: Nodes, is_end: bool) -> list[tuple[Index, BlockIds]]:
         """What is on the device, of each group, that requests may read which begin with some of `nodes`, a chain from its root:

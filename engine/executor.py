@@ -261,9 +261,6 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
     asked = config.host_kv_memory
     if not asked:
         return None
-    if plan.state_bytes:
-        log.warning("host_kv_memory is not used: layers of %s have states, which do not go to the host", plan.model)
-        return None
     if asked > (free := free_host_bytes()):
         remedy = "ask for less host_kv_memory, or for none"
         raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
@@ -326,10 +323,8 @@ def make_runner(
     storage = Storage(plan.geometry, arena, device)
     rows, memory = RowStates(sampler, num_rows, max_tokens), MemoryExecutor(storage, arena, host)
     runner = ModelRunner(model, kernel, rows, memory, max_step_tokens=config.max_step_tokens, group=group)
-    if config.overlap is not None and not storage.states:
+    if config.overlap is not None:
         runner.overlaps = config.overlap
-    elif config.overlap:
-        log.warning("overlap is not used: layers of %s have states, which a repeated step needs as they were", plan.model)
     by_row = bool(storage.states) or attends_by_sequence(model)
     if captures and config.cuda_graphs and device.type == "cuda" and not by_row:
         _record(runner, num_rows)

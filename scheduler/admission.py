@@ -187,7 +187,7 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
             return None
         if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
             return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
-    hit = cache.lookup(sequence.chain, most)
+    hit = cache.lookup(sequence.chain, most, sequence.request.request_id)
     needed = cache.needed(known, hit)
     if len(hit.nodes) and needed > room(state):
         without = cache.needed(known, NO_HIT)  # less where a found state is copied: there may be room for one only

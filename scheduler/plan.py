@@ -211,16 +211,18 @@ class PendingPlans:
     """Plans without a result: none, the `first`, or the `first` and the one `behind` it.
 
     `is_ahead` says whether the first was planned by `schedule_ahead`, behind another plan. `stale` are the rows of the
-    first that an earlier plan deferred: their chunks have invalid input.
+    first that an earlier plan deferred: their chunks have invalid input. `unknown` are blocks of rows of the first with
+    contents that an earlier plan lost.
     """
 
-    __slots__ = ("behind", "first", "is_ahead", "stale")
+    __slots__ = ("behind", "first", "is_ahead", "stale", "unknown")
 
     def __init__(self) -> None:
         self.first: Plan | None = None
         self.behind: Plan | None = None
         self.is_ahead = False
         self.stale = NO_ROWS
+        self.unknown: Int32 = NO_TOKENS
 
     def shift(self, without: Index) -> None:
         """Remove the first plan, which has its result; its chunks of the rows `without` gave nothing."""

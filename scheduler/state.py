@@ -524,12 +524,13 @@ class SchedulerState:
         """Stop running those of `sequences` that have a row. Returns their former rows, which still hold the blocks."""
         sequences = [sequence for sequence in sequences if sequence.row is not None]
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        arriving = [row for one in self.changes.copies for row in self.cache.row_tables.rows_with(one.targets)]
         for sequence, row in zip(sequences, rows, strict=True):
             if computed:
                 self._commit(sequence, row)
                 if keep_tails:
                     count = int(self.rows.computed[row])
-                    self.cache.keep_for(sequence.request.request_id, row, sequence.chain, count)
+                    self.cache.keep_for(sequence.request.request_id, row, sequence.chain, count, row not in arriving)
         self.decoding = self.decoding[~np.isin(self.decoding, rows)]
         for sequence, row in zip(sequences, rows, strict=True):
             del self.by_row[row]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache.block_table import BlockCopies, Index, joined, merged
+from ..cache.block_table import BlockCopies, Index, Int32, joined, merged
 from .errors import InvalidCallOrder
 from .outcome import StepOutputs
 from .plan import NO_RESIZE, NO_ROWS, Bool, ChunkLogprobs, Plan, Resize, Result, given_tokens
@@ -81,8 +81,9 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     """
     if plan is not state.plans.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
         raise InvalidCallOrder(f"the result of step {result.step_id} does not belong to the plan that is out first")
-    if len(state.plans.stale) or len(result.failed_blocks):
-        result = _deferring(state, plan, result)
+    failed_blocks = np.append(result.failed_blocks, state.plans.unknown)
+    if len(state.plans.stale) or len(failed_blocks):
+        result = _deferring(state, plan, result, failed_blocks)
     sampled, tokens = _sampled_rows(state, plan, result), result.tokens
     if plan.moves_memory:
         _apply_memory(state, pool, plan, result)
@@ -126,8 +127,9 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
         # to them.
         state.commit(sequence)
     state.release_finished()
-    if len(result.failed_blocks):
-        recompute(state, result.failed_blocks)
+    if len(failed_blocks):
+        state.plans.unknown = _of_pending(state, failed_blocks)
+        recompute(state, np.setdiff1d(failed_blocks, state.plans.unknown))
     finished = state.take_finished()
     return StepOutputs(plan.step_id, request_ids, tokens.tolist(), finished, scores, candidates)
 
@@ -194,16 +196,26 @@ def _advance(state: SchedulerState, plan: Plan, result: Result) -> Index:
     if not len(result.deferred):
         computed[plan.rows] = plan.starts + plan.lengths
         return NO_ROWS
-    deferred = plan.rows[result.deferred]
+    deferred, ends = plan.rows[result.deferred], plan.starts + plan.lengths
     before = computed[deferred]
-    computed[plan.rows] = plan.starts + plan.lengths
+    computed[plan.rows] = ends
     computed[deferred] = before
+    state.cache.row_tables.deferred(deferred, ends[result.deferred])
     return deferred
 
 
-def _deferring(state: SchedulerState, plan: Plan, result: Result) -> Result:
+def _of_pending(state: SchedulerState, blocks: Int32) -> Int32:
+    """Those of `blocks` in tables of rows that the pending plan names: their sequences are computed again behind it."""
+    tables = state.cache.row_tables
+    pending = [row for row in tables.rows_with(blocks).tolist() if state.plans.names(row)]
+    held = [table.of(row).ravel() for table in tables.with_bytes for row in pending]
+    found: Int32 = blocks[np.isin(blocks, np.concatenate([blocks[:0], *held]))]
+    return found
+
+
+def _deferring(state: SchedulerState, plan: Plan, result: Result, failed_blocks: Int32) -> Result:
     """`result` with chunks of invalid input deferred: an earlier plan gave no output, or a copy failed."""
-    unsound = np.append(state.plans.stale, state.cache.row_tables.rows_with(result.failed_blocks))
+    unsound = np.append(state.plans.stale, state.cache.row_tables.rows_with(failed_blocks))
     return result.deferring(np.flatnonzero(np.isin(plan.rows, unsound)))
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.block_table import BlockCopies, joined
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
@@ -64,6 +65,12 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
 def _state(tokens, num_blocks: int) -> np.ndarray:
     """What the blocks of a state hold that has seen `tokens`: [num_blocks, 1]."""
     return (next_token(tokens) + np.arange(num_blocks, dtype=np.int32))[:, None]
+
+
+def _copies_of(plan: Plan) -> BlockCopies | None:
+    """From block to block, all at once."""
+    back = None if plan.swaps is None else plan.swaps.back
+    return joined([one for one in (back, plan.copies) if one is not None])
 
 
 class FakeRunner:
@@ -178,7 +185,8 @@ class FakeRunner:
 
     def _poison(self, plan: Plan, blocks: np.ndarray) -> None:
         """`blocks` are new to a row: nothing of it was written there. What a copy is to read is still there."""
-        self.pool[blocks if plan.copies is None else np.setdiff1d(blocks, plan.copies.sources)] = POISON
+        copies = _copies_of(plan)
+        self.pool[blocks if copies is None else np.setdiff1d(blocks, copies.sources)] = POISON
 
     def _fails(self) -> bool:
         fails = self.faults is not None and bool(self.faults.random() < 0.1)
@@ -206,18 +214,14 @@ class FakeRunner:
         return {"mapped": mapped, "refused": refused}
 
     def _swap_before(self, plan: Plan) -> np.ndarray:
-        """Copy out what must leave first, and what comes straight back. Returns the slots that got no memory."""
+        """Copy out what must leave first. Returns the slots that got no memory."""
         swaps = plan.swaps
         if swaps is None:
             return NO_TOKENS
         assert len(set(swaps.out_slots.tolist())) == len(swaps.out_slots), "two copies to one slot"
         assert 0 not in swaps.out_slots and 0 not in swaps.out_blocks, "the null block is swapped"
         assert not {*swaps.out_slots.tolist()} & {*swaps.in_slots.tolist()}, "a slot is overwritten while it is read"
-        lost = self._swap_out(swaps.out_blocks[: swaps.num_before], swaps.out_slots[: swaps.num_before])
-        if swaps.back is not None:
-            assert len(set(swaps.back.targets.tolist())) == len(swaps.back.targets), "two copies to one block"
-            self._copy(swaps.back.sources, swaps.back.targets)
-        return lost
+        return self._swap_out(swaps.out_blocks[: swaps.num_before], swaps.out_slots[: swaps.num_before])
 
     def _swap_out(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         assert UNMAPPED not in self.pool[blocks], "a copy from memory that is gone"
@@ -249,8 +253,8 @@ class FakeRunner:
     def _move_memory(self, plan: Plan) -> dict:
         """Copy, unmap. Returns what the result says about it."""
         unmapped = plan.resize.unmap
-        if plan.copies is not None:
-            sources, targets = plan.copies.sources, plan.copies.targets
+        if (copies := _copies_of(plan)) is not None:
+            sources, targets = copies.sources, copies.targets
             assert len(set(targets.tolist())) == len(targets), "two copies to one block"
             assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
             assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
@@ -274,6 +278,9 @@ class FakeRunner:
             if self._fails():
                 counts[i] = 0
                 deferred.append(i)
+                if self.num_state_blocks and start and self.faults is not None and self.faults.random() < 0.3:
+                    self.failed_blocks += self.state_table[row].tolist()  # as behind a fault within a mixer
+                    self.pool[self.state_table[row]] = POISON
                 continue
             if start > self.written[row]:  # behind a chunk that was deferred: garbage, to be thrown away
                 sampled += [0] * int(counts[i])
@@ -469,6 +476,7 @@ class World:
         self.ahead = ahead
         self.begun: list[PendingStep] = []  # whose results were not applied
         self.planned_ahead: list[Plan] = []
+        self.num_states_on_host = 0  # of nodes, looked at
         self.num_left = 0  # sequences that ended while a plan that names them was out
         self.aborted: set[str] = set()
         self.family_of: dict[str, Family] = {}
@@ -621,12 +629,22 @@ class World:
                     block = int(self.cache._bytes_at[block])
                 found = runner.pool[block] if block >= 0 else runner.host[slot]
                 assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
+            for window in [window for window in index.windows if window.group.is_state]:
+                slots = np.array([int(places.of_node[node]) for places in window.slots])
+                if slots[0] >= 0 and not leaving[slots].any():
+                    tokens = index._tokens[index._tree.path_to(node)].ravel()
+                    assert (runner.host[slots] == _state(tokens, len(slots))).all(), "another state than its node's"
+                    self.num_states_on_host += 1
         waiting = {s.request.request_id: s for s in self.scheduler.state.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size
             tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]
-            for slot in tail.slots[leaving[tail.slots] == 0].tolist():
+            of_kv, of_state = np.split(tail.slots, [len(tail.slots) - runner.num_state_blocks])
+            for slot in of_kv[leaving[of_kv] == 0].tolist():
                 assert runner.host[slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
+            if not leaving[of_state].any():
+                wanted = _state(waiting[name].tokens[: tail.num_tokens], len(of_state))
+                assert (runner.host[of_state] == wanted).all(), "a tail with another state"
 
     def step(self) -> StepOutputs:
         plan = self.due()

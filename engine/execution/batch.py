@@ -79,7 +79,8 @@ class DeviceRows:
     """The device's state per row: block tables, each int64 [num_rows + 1, columns], and the newest sampled token, int64
     [num_rows + 1]. The last row is for padding: its table holds only the null block.
 
-    On a CPU the tables are read and changed through numpy, whose operations on small arrays take half the time of torch's.
+    On a CPU the tables are read and changed through numpy, whose operations on small arrays take half the time of torch's. The
+    blocks of states are on the host in any case, since layers with states look for them from there.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
@@ -88,14 +89,14 @@ class DeviceRows:
         self._group_of = tuple(group for group in geometry.kv_groups for _ in range(group.num_tables))
         with torch.inference_mode(False):
             self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in self._group_of)
-            # The blocks with each row's states, [num_rows + 1, state_blocks].
-            states = torch.zeros((num_rows + 1, geometry.state_blocks), dtype=torch.int64, device=device)
+            # The blocks with each row's states, [num_rows + 1, state_blocks], on the host.
+            states = torch.zeros((num_rows + 1, geometry.state_blocks), dtype=torch.int64)
             self.states = states if geometry.state_bytes else None
             self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
             self._column_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
         self._windows = {group for group in self._group_of if group.window is not None}
-        self._all = self.tables if self.states is None else (*self.tables, self.states)
-        self._on_host = tuple(table.numpy() for table in self._all) if device.type == "cpu" else ()
+        self._is_host = device.type == "cpu"
+        self._on_host = tuple(table.numpy() for table in self.tables) if self._is_host else ()
 
     @property
     def num_columns(self) -> int:
@@ -106,21 +107,27 @@ class DeviceRows:
         """The arrays that `follow` needs on the device for the plan's new table entries; on a CPU none."""
         return (
             []
-            if self._on_host
+            if self._is_host
             else [
                 np.stack((update.rows, update.columns, update.blocks)).astype(np.int64, copy=False)
-                for update in plan.tables
+                for update in plan.tables[: len(self.tables)]
                 if len(update.rows)
             ]
         )
 
     def follow(self, plan: Plan, changes: Sequence[torch.Tensor]) -> None:
         """Apply the plan's new table entries."""
-        for on_host, update in zip(self._on_host, plan.tables, strict=bool(plan.tables and self._on_host)):
-            on_host[update.rows, update.columns] = update.blocks
-        if self._on_host:
+        if not plan.tables:
             return
-        changed = [table for table, update in zip(self._all, plan.tables, strict=bool(plan.tables)) if len(update.rows)]
+        of_kv = plan.tables[: len(self.tables)]
+        if self.states is not None:
+            (of_states,) = plan.tables[len(self.tables) :]
+            self.states.numpy()[of_states.rows, of_states.columns] = of_states.blocks
+        if self._is_host:
+            for on_host, update in zip(self._on_host, of_kv, strict=True):
+                on_host[update.rows, update.columns] = update.blocks
+            return
+        changed = [table for table, update in zip(self.tables, of_kv, strict=True) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
             rows, columns, blocks = change.unbind(0)
             table.index_put_((rows, columns), blocks)
@@ -141,7 +148,7 @@ class DeviceRows:
         lengths are upper bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
-        if self._on_host and not bounded:
+        if self._is_host and not bounded:
             tables, write_blocks, write_offsets = self._places_on_host(batch, width)
         else:
             used = self._used_on_device(lens, lens - bounds.diff(), width)
@@ -200,7 +207,7 @@ class DeviceRows:
         }
         tables = tuple(
             on_host[rows, :width] * used[group if group.window else None]
-            for on_host, group in zip(self._on_host, self._group_of, strict=self.states is None)
+            for on_host, group in zip(self._on_host, self._group_of, strict=True)
         )
         blocks = tuple(torch.from_numpy(table[owners, columns]) for table in tables)
         return tuple(map(torch.from_numpy, tables)), blocks, torch.from_numpy(offsets)

@@ -13,6 +13,7 @@ import torch
 from ...allocator.arena import Arena
 from ...allocator.errors import BlockMisuse
 from ...cache.block_table import BlockBytes, BlockCopies, Index, Int32
+from ...cache.block_table import joined as joined_copies
 from ...cache.host_tier import Swaps
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
@@ -127,26 +128,22 @@ class MemoryExecutor:
             self._wait_for_device()
             moves.refused = _refusal(arena.map, resize.map)
             moves.mapped = NO_EXTENTS if moves.refused else resize.map
-        if swaps is not None:
-            self._swap_before(swaps, moves)
+        if swaps is not None and swaps.num_before:
+            self._swap(swaps, slice(swaps.num_before), moves)
+            moves.swaps[-1].fence()
+        copies = [one for one in (None if swaps is None else swaps.back, plan.copies) if one is not None]
+        if plan.reads and len(copies) > 1:
+            self._copy(copies.pop(0), moves)  # what is read may go where its bytes were
         for read in plan.reads:
             self._put(read, plan.copies, moves)
-        if plan.copies is not None:
-            self._copy(plan.copies, moves)
+        if (together := joined_copies(copies)) is not None:
+            self._copy(together, moves)
         if arena is not None and len(resize.unmap):
             self._wait_for_device()  # the copies read from these extents
             moves.refused = _refusal(arena.unmap, resize.unmap) or moves.refused
             moves.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
         if swaps is not None and swaps.any_beside:
             self._swap(swaps, slice(swaps.num_before, None), moves, swaps.in_slots, swaps.in_blocks)
-
-    def _swap_before(self, swaps: Swaps, moves: MemoryOperations) -> None:
-        """Swap out the blocks that must leave first, and copy those that are needed again to their new places."""
-        if swaps.num_before:
-            self._swap(swaps, slice(swaps.num_before), moves)
-            moves.swaps[-1].fence()
-        if swaps.back is not None:
-            self._copy(swaps.back, moves)
 
     def _swap(
         self, swaps: Swaps, out: slice, moves: MemoryOperations, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS

@@ -164,7 +164,7 @@ class ModelRunner:
         self._states = ModelStates(self.storage.states) if self.storage.states else None
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self.overlaps = self._stream is not None and not self.storage.states  # a repeated step needs the states before it
+        self.overlaps = self._stream is not None
         self.progress = Progress(STILL_S if self._stream is None else COMPILING_S)
         self._bound = StepBound(
             sum(one.nbytes for one in model.parameters()),  # quantized ones as if they were not
@@ -325,7 +325,9 @@ class ModelRunner:
         return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
     def _collect(self, plan: Plan, computed: Computed) -> Computed:
-        """`computed` with its pending tokens. If they cannot be read, all chunks are computed again."""
+        """`computed` with its pending tokens. If they cannot be read, all chunks are computed again: those of sequences with
+        states, which are behind these chunks or behind those of the next step, from the start.
+        """
         with Attempt() as attempt:
             self._collect_drawn(computed)
             return computed
@@ -336,6 +338,8 @@ class ModelRunner:
         newest = self._rows.newest.clone()  # of the next step, which has begun
         all_chunks = ChunkGroup.of(plan)
         self._recover(all_chunks)
+        if self._states is not None and attempt.error is not None:
+            self._row_states.lose(plan, plan.rows, format_error(attempt.error))
         computed = self._compute_in_parts(plan, [all_chunks])
         self._rows.newest.copy_(newest)
         return computed
@@ -369,7 +373,7 @@ class ModelRunner:
                     self._row_states.defer_or_fail(plan, int(part.chunks[0]), error, total)
         self._row_states.computed(plan, total)
         if self._rows.states is not None and len(lost := self._row_states.lost(plan.rows)):
-            total.lost_blocks = self._rows.states[torch.from_numpy(lost)].flatten().cpu().numpy().astype(np.int32)
+            total.lost_blocks = self._rows.states.numpy()[lost].ravel().astype(np.int32)
         return total
 
     def _compute_part(self, plan: Plan, part: ChunkGroup, total: Computed) -> BaseException | None:
@@ -449,7 +453,7 @@ class ModelRunner:
             inputs = uploaded[: len(work.batch.arrays)]
             step, ids, positions = self._rows.context(work.batch, inputs, width, self._layers, self.kernel, self.progress.beat)
             if self._states is not None and self._rows.states is not None:
-                step = self._states.within(step, part.rows, self._rows.states[self._to_device(part.rows)])
+                step = self._states.within(step, part.rows, self._rows.states[torch.from_numpy(part.rows)])
             logits = self._forward(step, ids, positions, uploaded[len(inputs)] if len(work.keep) else None)
         if self._lockstep.group.rank:  # the logits here are not all of them
             if num_sampling:

@@ -8,6 +8,7 @@ from fakes import World
 
 from pagetide.cache.geometry import Geometry, GeometryError, LayerShape, StateShape
 from pagetide.cache.layer_groups import LayerGroup, state_group
+from pagetide.scheduler.cost import SwapCost
 
 BLOCK = 4
 GROUPS = (LayerGroup(), state_group(3))
@@ -88,6 +89,47 @@ def test_states_that_nothing_found_go_first() -> None:
     assert evicted > 0
     assert turns(world, prompts[0]) == [20], "what was found once is kept"
     assert turns(world, prompts[1]) == [0]
+
+
+def test_states_that_leave_the_pool_are_found_on_the_host() -> None:
+    world = World(40, BLOCK, caching=True, groups=GROUPS, host_slots=100)
+    prompts = [world.prompt(22) for _ in range(7)]
+    assert turns(world, *prompts) == [0] * 7
+    demoted = world.scheduler.stats.demoted_blocks
+    assert demoted > 0 and world.cache.swapping.evicted_blocks == 0
+    assert turns(world, prompts[0], prompts[0], prompts[1]) == [20, 20, 20]
+    assert world.scheduler.stats.promoted_blocks >= 3 * 3 and world.num_states_on_host
+
+
+def test_a_state_on_the_host_is_read_by_many_rows_and_stays_there() -> None:
+    world = World(60, BLOCK, caching=True, groups=GROUPS, host_slots=60)
+    document = world.prompt(22)
+    turns(world, document, *(world.prompt(90) for _ in range(2)))
+    for n in range(3):
+        world.add(f"again{n}", document, 4)
+    world.complete()
+    assert [world.finished[f"again{n}"].num_cached_tokens for n in range(3)] == [20] * 3
+
+
+def test_a_preempted_sequence_returns_with_its_state() -> None:
+    world = World(25, BLOCK, caching=True, groups=GROUPS, host_slots=60)
+    for n in range(3):
+        world.add(f"r{n}", 14, 20)
+    world.complete()
+    stats = world.scheduler.stats
+    assert stats.preemptions and stats.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(("share", "waits"), [(0.3, True), (0.45, False)])
+def test_a_state_waits_for_its_sequence_if_copying_takes_less_time_than_computing(share: float, waits: bool) -> None:
+    """A state of three blocks, there and back, for two blocks of tokens."""
+    cost = SwapCost(1, BLOCK, bytes_per_s=1.0, tokens_per_s=BLOCK * share)
+    world = World(15, BLOCK, caching=True, groups=GROUPS, host_slots=60, cost=cost)
+    for n in range(3):
+        world.add(f"r{n}", 7, 20)
+    world.run_until_preempted()
+    assert bool(world.cache.host.tails) == waits
+    world.complete()
 
 
 def test_a_pool_with_room_for_one_state_serves_hits_and_the_same_prompt_twice() -> None:

@@ -37,7 +37,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
     turns = [prompt + tokens[:6] for prompt, tokens in zip(inputs, expected, strict=True)]
     for how in (
         {"usable": 200}, {"usable": 200, "max_chunk_tokens": 5}, {"usable": 24, "caching": True, "max_seqs": 4},
-        {"usable": 2000, "caching": True, "host_slots": 20},
+        {"usable": 24, "caching": True, "host_slots": 100, "max_seqs": 4},
     ):  # fmt: skip
         engine = TinyEngine(tiny_with_states(name), block_size=4, **how)
         engine.mixers.one_by_one = name in ONE_BY_ONE
@@ -49,6 +49,20 @@ def test_the_tokens_of_transformers(name: str) -> None:
             ends = engine.run()
             assert [ends[label].token_ids.tolist() for label in later] == [tokens[6:] for tokens in expected]
             assert engine.core.scheduler.stats.cached_prompt_tokens > 0 or how["usable"] < 200
+
+
+@pytest.mark.parametrize("rest", [0, 2])
+def test_what_is_preempted_goes_on_from_its_state_on_the_host(rest: int) -> None:
+    """With the partly filled last block, so that no token is computed twice; and states of prompts are found there."""
+    model, inputs = tiny_with_states("qwen3_5_text"), prompts([20 + rest] * 3, VOCAB)
+    expected = plain(model, inputs, 16)
+    engine = TinyEngine(model, usable=38, block_size=4, caching=True, host_slots=300)
+    for turn in range(2):
+        assert engine.generate(inputs, Sampling(16)) == expected
+        stats = engine.core.scheduler.stats
+        assert engine.preemptions and stats.recomputed_tokens == 0
+        assert stats.cached_prompt_tokens == (16 if not rest else 20) * 3 * turn
+    assert stats.promoted_blocks >= 6
 
 
 @pytest.mark.parametrize(("packed", "usable"), [(True, 200), (True, 26), (False, 200)])
@@ -211,9 +225,9 @@ def test_llm_serves_them(tmp_path: Path) -> None:
     expected = plain(model, inputs, NEW)
     model.save_pretrained(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, n=2, ignore_eos=True)
-    settings: dict[str, Any] = {"kv_memory": "4MiB", "host_kv_memory": "4MiB", "overlap": True}  # of which it uses the first
+    settings: dict[str, Any] = {"kv_memory": "4MiB", "host_kv_memory": "4MiB", "overlap": True}
     with LLM(str(tmp_path), dtype="float32", device="cpu", share=False, **settings) as llm:
-        assert llm.stats()["host_tier"] is None
+        assert llm.stats()["host_tier"] is not None
         for _ in range(2):
             outputs = llm.generate(inputs, greedy)
             assert [list(one.token_ids) for output in outputs for one in output.outputs] == [t for t in expected for _ in "ab"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
@@ -120,3 +122,39 @@ def test_sixteen_bits(dtype: str, tmp_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
     with LLM(str(tmp_path), dtype=dtype, device="cpu", kv_memory="8MiB", share=False) as llm:
         assert all(output.finish_reason == "length" for one in llm.generate(inputs, greedy) for output in one.outputs)
+
+
+def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
+    """Over 2,000 random batches, with hits, and states that go to the host and come back."""
+    tiny_with_states("qwen3_5_text", hidden_size=128, intermediate_size=256).save_pretrained(tmp_path)
+    resident, rng = psutil.Process().memory_info, np.random.default_rng(0)
+    how: dict[str, Any] = {
+        "kv_memory": "512KiB",
+        "host_kv_memory": "4MiB",
+        "max_seqs": 16,
+        "max_step_tokens": 128,
+        "max_model_len": 256,
+    }
+    with LLM(str(tmp_path), dtype="float32", device="cpu", share=False, **how) as llm:
+        known = prompts([40] * 20, VOCAB)
+
+        def batch() -> None:
+            count = int(rng.integers(1, 9))
+            asked = [known[rng.integers(20)][: rng.integers(1, 41)] + rng.integers(1, VOCAB, 4).tolist() for _ in range(count)]
+            params = [SamplingParams(temperature=0.0, max_new_tokens=int(rng.integers(1, 4)), ignore_eos=True) for _ in asked]
+            llm.generate(asked, params)
+
+        with llm.locked_engine() as engine:
+            plan = engine.plan
+        batch()
+        gc.collect()
+        before, most = resident().rss, []
+        for number in range(2000):
+            batch()
+            if number % 100 == 99:
+                most.append(resident().rss - before)
+        stats = llm.stats()
+    planned = plan.kv_bytes + plan.reserve_bytes + plan.answers_bytes + (4 << 20)
+    assert max(most) <= planned, f"{max(most):,} of {planned:,} bytes"
+    assert max(most[10:]) - max(most[:10]) <= 2 << 20, "it grows on"
+    assert stats["cached_prompt_tokens"] > 10_000 and stats["host_tier"]["swapped_in_bytes"] > 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from dense_kernel import DenseKernel
 from engines import TinyEngine, prompts
 from families import VOCAB, tiny
+from state_families import tiny_with_states
 from tape import recorder
 
 from pagetide import LLM, AsyncLLM, SamplingParams
@@ -85,6 +88,39 @@ def test_the_same_tokens(family: str, pool: str) -> None:
         assert len(engine.ahead) > 5, "few steps were planned ahead"
         assert engine.preemptions or pool == "roomy"
         assert not engine.core.is_ahead, "something is under way for nobody"
+
+
+@pytest.mark.parametrize("pool", ["roomy", "preempting", "swapping"])
+def test_the_same_tokens_of_states(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ahead is behind the last one's states. Where tokens cannot be read, both are computed again from the start."""
+    monkeypatch.setitem(POOLS, "preempting", {"usable": 30, "max_step_tokens": 16})
+    monkeypatch.setitem(POOLS, "swapping", {"usable": 30, "caching": True, "host_slots": 100})
+    model, each = tiny_with_states("qwen3_5_text"), PLAIN[:5]
+    right = alone(5, each, tiny_with_states("qwen3_5_text"))
+    engine, wait, calls = Watched(model, overlaps=True, **POOLS[pool]), Download.wait, itertools.count(1)
+
+    def failing(download: Download) -> Any:
+        if pool == "roomy" and next(calls) in (6, 7, 15):
+            raise RuntimeError("planted")
+        return wait(download)
+
+    monkeypatch.setattr(Download, "wait", failing)
+    for module in (model.model.layers[2], model.model.layers[1].linear_attn.norm):
+        module.register_forward_hook(failing_at({9, 14, 15}))
+    assert engine.generate(INPUTS[:5], each) == right
+    assert len(engine.ahead) > 5 and not engine.core.is_ahead
+    assert (engine.core.scheduler.stats.recomputed_tokens if pool == "roomy" else engine.preemptions) > 0
+
+
+def failing_at(turns: set[int]) -> Callable[..., None]:
+    """A hook that raises at some of its calls."""
+    calls = itertools.count(1)
+
+    def failing(*_: Any) -> None:
+        if next(calls) in turns:
+            raise RuntimeError("planted")
+
+    return failing
 
 
 def test_recorded_steps_go_ahead_too() -> None:
