@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,7 +78,7 @@ class AsyncLLM(AsyncCalls):
     @takes("AsyncLLM", AsyncArguments)
     def __init__(self, arguments: AsyncArguments) -> None:
         max_waiting = checked(AsyncArguments, {"max_waiting": arguments.max_waiting}, ConfigError)["max_waiting"]
-        self.config = EngineConfig.of(arguments)
+        self.config = replace(EngineConfig.of(arguments), sleeps=True)
         self._max_waiting = max_waiting
         self._kept: KeptModel | None = None  # while it sleeps: None if the model is loaded again
         self._sleeps = self._stopped = False
@@ -380,7 +380,8 @@ def _collect() -> None:
 
     from .executor import collect
 
-    collect(torch.device("cpu"))
+    for kind in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
+        collect(torch.device(kind))
 
 
 class _Submission:
