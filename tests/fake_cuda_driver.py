@@ -294,7 +294,8 @@ class FakeCudaDriver:
         self._in_context()
         self._expect(size > 0 and stream in self._streams, "a copy of nothing, or in no stream of its own")
         locked = any(a <= source and source + size <= a + length for a, length in self.locked.items())
-        self._expect(locked, f"a copy of {size} bytes from {source:#x}, not within what was locked")
+        apart = all(source + size <= a or a + length <= source for a, length in self.locked.items())
+        self._expect(locked or apart, f"a copy of {size} bytes from {source:#x}, of which a part is locked")
         places = list(self._pieces(target, size))
 
         def run() -> None:
@@ -304,6 +305,8 @@ class FakeCudaDriver:
                 done += length
 
         self._streams[stream].append(run)
+        if not locked:  # the driver reads what may move at once
+            self._cuStreamSynchronize(stream)
 
     def _cuEventCreate(self, flags: int) -> tuple[int]:
         self._in_context()

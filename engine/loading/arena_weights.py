@@ -135,11 +135,11 @@ class ArenaWeights:
         with OnError(partial(self._empty, reads)):
             self._host.take()
             self._arena.map(sorted(frozenset(range(self._arena.num_extents)) - self._arena.mapped_extents))
-            for stage in self._stages:
+            for number, stage in enumerate(self._stages):
                 if reads:
                     self._host.read(stage.begin, stage.end)
                 self._host.queue(stage.begin, stage.end, self._base + stage.begin)
-                self._wait_at(stage.module, self._host.mark())
+                self._wait_at(stage.module, self._host.mark(number))
 
     def wait(self) -> None:
         """Wait for the copies of `fill`. Raises DriverError."""
@@ -166,6 +166,7 @@ class ArenaWeights:
     def _unmap(self) -> None:
         self._host.finish()  # what an engine that has ended left queued
         self._arena.unmap(sorted(self._arena.mapped_extents))
+        self._arena.trim()  # what a mapping that failed could not undo
 
     def _empty(self, host_too: bool) -> None:
         """Undo a `fill` that failed, of which the caller gets the error."""
@@ -219,7 +220,8 @@ class HostCopy:
             self.bytes = as_bytes(self._memory, torch.device("cpu"))  # uint8 [num_bytes]; memory only while `is_here`
             self._extents = HostExtents(arena, self.bytes.data_ptr(), ThreadPoolExecutor(1))  # one extent needs no thread
             self._extents.lock_for(device)
-            (self._stream,) = self._call("cuStreamCreate", _STREAM_NON_BLOCKING)
+            with device.current():
+                (self._stream,) = device.driver.call("cuStreamCreate", _STREAM_NON_BLOCKING)
 
     @property
     def is_here(self) -> bool:
@@ -271,24 +273,21 @@ class HostCopy:
         if begin < end:
             self._call("cuMemcpyHtoDAsync", address, self.bytes.data_ptr() + begin, end - begin, self._stream)
 
-    def mark(self) -> int:
-        """An event behind all copies so far, until `wait`. Raises DriverError."""
-        (event,) = self._call("cuEventCreate", _EVENT_WITHOUT_TIME)
-        self._events.append(event)
-        self._call("cuEventRecord", event, self._stream)
-        return event
+    def mark(self, number: int) -> int:
+        """The event of this number, behind all copies so far; numbers count from 0. Raises DriverError."""
+        with self._device.current():
+            if number == len(self._events):
+                self._events += self._device.driver.call("cuEventCreate", _EVENT_WITHOUT_TIME)
+            self._device.driver.call("cuEventRecord", self._events[number], self._stream)
+        return self._events[number]
 
     def order(self, stream: int, event: int) -> None:
         """Let what is queued on a stream from here on wait for an event of `mark`. Raises DriverError."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def wait(self) -> None:
-        """Wait for all copies. Idempotent. Raises DriverError after the events are gone."""
-        if self._closed:
-            return
-        with ExitStack() as last:
-            while self._events:
-                last.callback(self._call, "cuEventDestroy", self._events.pop())
+        """Wait for all copies. Idempotent. Raises DriverError."""
+        if not self._closed:
             self._call("cuStreamSynchronize", self._stream)
 
     def finish(self) -> None:
@@ -302,6 +301,8 @@ class HostCopy:
         with ExitStack() as last:
             last.callback(self._device.close)
             last.callback(self._call, "cuStreamDestroy", self._stream)
+            for event in self._events:
+                last.callback(self._call, "cuEventDestroy", event)
             last.callback(self._end_lease)
             last.callback(self._extents.close)
             if self._file is not None:

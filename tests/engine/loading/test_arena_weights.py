@@ -1,0 +1,133 @@
+"""Weights in a CUDA arena over a driver that is not there: the same bytes at the same addresses, whatever fails in between."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from arena_rig import CPU, Rig
+from fake_cuda_driver import INVALID_VALUE, Fault
+from torch import nn
+
+from pagetide.allocator.errors import AllocatorError, DriverError
+from pagetide.engine.layers.merged_linears import MergedLinears
+from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight
+from pagetide.engine.layers.quantization import QuantizedWeight
+from pagetide.engine.loading.arena_weights import ArenaWeights
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
+    caplog.set_level(logging.ERROR, "pagetide")  # what is kept of errors would keep their frames, too
+    made = Rig(monkeypatch)
+    yield made
+    made.check_nothing_is_left()
+
+
+def merged_and_quantized(rig: Rig) -> None:
+    """Let the model have what layers on CUDA hold: a joined weight that no module has, a quantized head, a view of a weight."""
+    attention = rig.model.model.layers[0].self_attn
+    assert MergedLinears.of([attention.q_proj, attention.k_proj, attention.v_proj]) is not None
+    rig.model.view = rig.model.model.layers[1].mlp.up_proj.weight[3:].t()
+    with torch.inference_mode():
+        rig.model.model.norm.weight = nn.Parameter(rig.model.model.norm.weight + 1, requires_grad=False)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_was_unmapped_is_there_again(rig: Rig, level: int) -> None:
+    merged_and_quantized(rig)
+    expected, content = rig.logits(), rig.content()
+    weights = rig.sleepers()
+    assert torch.equal(rig.logits(), expected) and rig.content() == content
+    places, view = rig.places(), rig.model.view.clone()
+    assert all(rig.within(place) for place in places) and rig.within(rig.model.view.data_ptr())
+    assert weights.uncounted_bytes == weights.num_bytes == rig.driver.taken_bytes
+    for _ in range(2):
+        weights.drop(level)
+        weights.drop(1)
+        assert weights.uncounted_bytes == rig.driver.taken_bytes == 0
+        assert bool(rig.driver.locked) is (level == 1) and rig.leased == [weights.num_bytes] * (level == 1)
+        weights.fill()
+        assert torch.equal(rig.logits(), expected) and rig.content() == content and rig.places() == places
+        assert torch.equal(rig.model.view, view) and rig.leased == [weights.num_bytes]
+        assert not rig.hooks(), "each waits once"
+
+
+def test_a_layer_waits_for_its_own_copy_alone(rig: Rig) -> None:
+    layers, seen = rig.model.model.layers, list[bool]()
+    weights = rig.sleepers()
+    before = [layer.mlp.up_proj.weight.clone() for layer in layers]
+    weights.drop(1)
+    weights.fill()
+
+    def look(module: nn.Module, inputs: object) -> None:
+        seen.extend(torch.equal(layer.mlp.up_proj.weight, right) for layer, right in zip(layers, before, strict=True))
+
+    with layers[0].register_forward_pre_hook(look):
+        rig.logits()
+    assert seen == [True] + [False] * (len(layers) - 1)
+    weights.drop(1)
+    weights.fill()
+    weights.wait()
+    assert all(torch.equal(layer.mlp.up_proj.weight, right) for layer, right in zip(layers, before, strict=True))
+    weights.stop()
+    assert not rig.hooks()
+
+
+def test_a_wait_that_fails_is_asked_for_again(rig: Rig) -> None:
+    """Else the layer would compute with what is not there."""
+    expected = rig.logits()
+    weights = rig.sleepers()
+    weights.drop(1)
+    weights.fill()
+    rig.driver.faults = [Fault(0, 0, INVALID_VALUE, "cuStreamWaitEvent")]
+    with pytest.raises(DriverError):
+        rig.logits()
+    assert torch.equal(rig.logits(), expected) and not rig.hooks()
+
+
+@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync", "cuStreamSynchronize"])
+def test_a_model_that_cannot_move_stays_as_it_was(rig: Rig, call: str) -> None:
+    """At the first of such calls, and at one when a part of it has moved. tests/deep tries them all."""
+    merged_and_quantized(rig)
+    expected, up = rig.logits(), rig.model.model.layers[1].mlp.up_proj
+    for number in (0, 2) if call != "cuMemHostRegister" else (0,):
+        rig.fail(number, call)
+        with pytest.raises(AllocatorError):
+            rig.sleepers()
+        gc.collect()
+        assert torch.equal(rig.logits(), expected) and rig.driver.leaks() == [] and rig.leased == []
+        assert torch.equal(rig.model.view, up.weight[3:].t())
+        assert rig.model.view.untyped_storage().data_ptr() == up.weight.untyped_storage().data_ptr(), "it is held once"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_wake_that_fails_at_any_call_leaves_the_model_asleep(rig: Rig, level: int, goes_on: bool) -> None:
+    """That call alone fails, or every one from it on, so that nothing can be undone before the device answers again."""
+    expected, weights = rig.logits(), rig.sleepers()
+    failed = 0
+    for number in itertools.count():
+        rig.driver.faults = []
+        weights.drop(level)
+        rig.fail(number, goes_on=goes_on)
+        try:
+            weights.fill()
+        except AllocatorError:
+            failed += 1
+            assert not rig.hooks()
+            if not goes_on and rig.driver.calls[-1] != "cuCtxPopCurrent":
+                assert rig.leased == [weights.num_bytes] * (level == 1), number
+            rig.driver.faults = []
+            weights.drop(level)
+            assert rig.driver.taken_bytes == 0, number
+            weights.fill()
+        else:
+            if not rig.failed:
+                break
+        assert torch.equal(rig.logits(), expected), number
+    assert failed > 30
