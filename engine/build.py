@@ -269,7 +269,7 @@ def _build(
     if kept is None:
         files = checkpoint.stamps()
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
-        kept = KeptModel.of(loaded, checkpoint, plan, files, config)
+        kept = KeptModel.of(loaded, checkpoint, plan, files, config, faults)
     else:
         loaded = kept.wake()
     if kept is not None:

@@ -101,17 +101,25 @@ class KeptModel:
 
     @classmethod
     def of(
-        cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan, files: object, config: EngineConfig
+        cls,
+        loaded: CheckedModel,
+        checkpoint: Checkpoint,
+        plan: MemoryPlan,
+        files: object,
+        config: EngineConfig,
+        faults: Collection[str] = (),
     ) -> KeptModel | None:
         """None for a model with weights that cannot sleep: others use them, or they are in oneDNN's layout; on CUDA, the host
         has no room for a copy, or the engine never sleeps.
 
-        `files`: What `Checkpoint.stamps` said before they were read.
+        Args:
+            files: What `Checkpoint.stamps` said before they were read.
+            faults: Parts that failed in the device's self-check.
         """
         if checkpoint.spec.loaded is not None:
             return None
         if not is_cpu(plan.device):
-            weights = _weights_in_arena(loaded.model, config, plan)
+            weights = _weights_in_arena(loaded.model, config, plan, faults)
             return None if weights is None else cls(loaded, plan, files, weights)
         if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
             log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
@@ -185,15 +193,17 @@ class KeptModel:
         return plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
 
 
-def _weights_in_arena(model: Any, config: EngineConfig, plan: MemoryPlan) -> ArenaWeights | None:
+def _weights_in_arena(model: Any, config: EngineConfig, plan: MemoryPlan, faults: Collection[str]) -> ArenaWeights | None:
     """The weights of a model on CUDA in an arena, with a copy on the host, which is leased while it takes memory there.
 
-    None, and the model is as it was: the engine never sleeps, or there is no room (logged).
+    None, and the model is as it was: the engine never sleeps, or, which is logged, there is no room, or the device cannot.
     """
     if not config.sleeps:
         return None
-    why: object = "half of the host's free memory has no room for a copy of its weights"
-    if plan.host_copy_bytes:
+    why: object = "a copy of its weights would take more than half of the host's free memory"
+    if failed := [part for part in ("pool", "swaps") if part in faults]:  # arenas; pinned memory
+        why = f"{' and '.join(failed)} failed in the device's self-check"
+    elif plan.host_copy_bytes:
         try:
             return ArenaWeights.of(model, torch.device(plan.device), partial(lease_host_copy, config, plan))
         except (AllocatorError, NotEnoughMemory) as error:

@@ -14,6 +14,7 @@ from families import tiny
 from pagetide.cache.storage import as_bytes
 from pagetide.engine.loading import arena_weights
 from pagetide.engine.loading.arena_weights import ArenaWeights
+from pagetide.engine.loading.mapped_weights import weights_of
 
 CPU = torch.device("cpu")
 
@@ -69,10 +70,13 @@ class Rig:
             return self.model(input_ids=torch.arange(1, 20)[None], use_cache=False).logits
 
     def content(self) -> list[bytes]:
-        return [one.detach().numpy().tobytes() for one in self.model.parameters()]
+        return [one.detach().view(torch.uint8).numpy().tobytes() for one in self.weights()]
 
     def places(self) -> list[int]:
-        return [one.data_ptr() for one in self.model.parameters()]
+        return [one.data_ptr() for one in self.weights()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [one for one in weights_of(self.model) if one.device == CPU]
 
     def within(self, address: int) -> bool:
         """Whether it is the device's."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from arena_rig import CPU, Rig
+from arena_rig import Rig
 from fake_cuda_driver import INVALID_VALUE, Fault
 from torch import nn
 
+from pagetide import AsyncLLM, EngineClosed, SamplingParams
 from pagetide.allocator.errors import AllocatorError, DriverError
+from pagetide.engine import executor
+from pagetide.engine.errors import NotEnoughMemory
 from pagetide.engine.layers.merged_linears import MergedLinears
-from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight
 from pagetide.engine.layers.quantization import QuantizedWeight
-from pagetide.engine.loading.arena_weights import ArenaWeights
+from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight
+from pagetide.engine.memory import planning
 
 
 @pytest.fixture
@@ -30,6 +36,8 @@ def rig(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> It
 
 def merged_and_quantized(rig: Rig) -> None:
     """Let the model have what layers on CUDA hold: a joined weight that no module has, a quantized head, a view of a weight."""
+    weight = QuantizedWeight("fp8", torch.ones(8, 32).to(torch.float8_e4m3fn).view(torch.int8), torch.rand(8))
+    rig.model.model.layers[0].fp8 = TorchLinear(TorchWeight.of("fp8", (8, 32), 0, [(0, weight)], torch.device("cpu")), None)
     attention = rig.model.model.layers[0].self_attn
     assert MergedLinears.of([attention.q_proj, attention.k_proj, attention.v_proj]) is not None
     rig.model.view = rig.model.model.layers[1].mlp.up_proj.weight[3:].t()
@@ -131,3 +139,46 @@ def test_a_wake_that_fails_at_any_call_leaves_the_model_asleep(rig: Rig, level: 
                 break
         assert torch.equal(rig.logits(), expected), number
     assert failed > 30
+
+
+def test_an_engine_sleeps_and_wakes_with_its_weights_in_an_arena(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed weights and steps of an engine: the same tokens after each sleep. Where waking fails, it sleeps on."""
+    monkeypatch.setattr(executor, "is_cpu", lambda device: False)
+    monkeypatch.setattr(planning, "_host_copy_bytes", lambda config, device, weights, free: weights)
+    rig.model.save_pretrained(tmp_path)
+    params = SamplingParams(max_new_tokens=6, temperature=0)
+
+    async def run() -> None:
+        async with AsyncLLM(str(tmp_path), device="cpu", kv_memory="1MiB", share=False) as llm:
+
+            async def tokens() -> list[list[int]]:
+                return [list(one.token_ids) for one in await llm.generate([[5, 6, 7], [8, 9]], params)]
+
+            expected, first = await tokens(), weakref.ref(llm._engine_thread.open().kept)
+            await llm.sleep(1)
+            assert rig.driver.taken_bytes == 0 and len(rig.driver.locked) == 1
+            await llm.wake_up()
+            assert await tokens() == expected and llm._engine_thread.open().kept is first()
+            with monkeypatch.context() as no_file:
+                no_file.setenv("PAGETIDE_CACHE_SIZE", "0")
+                await llm.sleep(2)
+                assert first() is None and rig.driver.leaks() == [], "the model is let go, and loaded again"
+                await llm.wake_up()
+            kept, weights = llm._engine_thread.open().kept, llm.facts.weights_bytes
+            assert kept is not None and kept.asleep_bytes == kept.uncounted_bytes == rig.driver.taken_bytes >= weights
+            for fault, error in (("cuMemcpyHtoDAsync", DriverError), ("cuMemCreate", NotEnoughMemory)):
+                await llm.sleep(2)
+                assert rig.driver.taken_bytes == 0 and not rig.driver.locked
+                rig.fail(2, fault)
+                with pytest.raises(error):
+                    await llm.wake_up()
+                with pytest.raises(EngineClosed, match="asleep"):
+                    await tokens()
+                assert rig.driver.taken_bytes == 0
+                await llm.wake_up()
+                assert await tokens() == expected and llm._engine_thread.open().kept is kept
+                assert llm._manager.open().plan.host_copy_bytes == kept.asleep_bytes
+
+    asyncio.run(run())
