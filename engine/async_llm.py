@@ -287,13 +287,14 @@ class AsyncLLM(AsyncCalls):
 
         Args:
             level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
-                and waking reads them from disk. Elsewhere both free everything.
+                and waking reads them from disk. On CUDA both free the device's memory; 1 keeps a copy in pinned host memory,
+                and 2 has it on disk. Over several devices both free everything.
             timeout_s: See `stop`.
 
-        The first sleep on a CPU writes the weights to an unnamed file in the folder of the disk cache, but those that the
-        checkpoint or the cache has as they are used. Where that cannot be done (logged), and elsewhere, waking loads the model
-        again. Calls of `sleep` and `wake_up` take turns, and go on if they are cancelled. Raises EngineClosed if the engine was
-        stopped.
+        The first sleep on a CPU, and of level 2 on CUDA, writes the weights to an unnamed file in the folder of the disk cache,
+        but those that on a CPU the checkpoint or the cache has as they are used. Where that cannot be done, and on CUDA where
+        the host had no room for the copy (both logged), waking loads the model again. Calls of `sleep` and `wake_up` take
+        turns, and go on if they are cancelled. Raises EngineClosed if the engine was stopped.
         """
         self._check_stopped()
         try:

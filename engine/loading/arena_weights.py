@@ -30,10 +30,10 @@ from ...allocator.cuda_arena import CudaArena
 from ...allocator.cuda_driver import CudaBindings, CudaDevice
 from ...allocator.errors import DriverError, OutOfDeviceMemory
 from ...allocator.host_arena import HostArena
+from ...allocator.host_extents import HostExtents
 from ...cache.storage import as_bytes
 from ...common.on_error import OnError
 from ...common.units import MIB
-from ..execution.host_extents import HostExtents
 from ..process.memory_usage import trim
 from .mapped_weights import Level, own_weights, weights_of, write_at
 from .quantized_cache import QuantizedCache
