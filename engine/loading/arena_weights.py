@@ -193,6 +193,7 @@ class ArenaWeights:
     def _move_back(self, tensors: Tensors) -> None:
         """Undo a `_move` that failed: tensors have their own memory again, for which there is room once the arena has none."""
         try:
+            self._host.wait()  # it may be what failed
             self._arena.close()
         except DriverError as error:
             log.warning("memory of weights on %s is not given back before the model is: %s", self._device, error)
@@ -214,7 +215,8 @@ class HostCopy:
         self._events: list[int] = []
         self._file: BinaryIO | None = None
         self._closed = False
-        with OnError(device.close):
+        with ExitStack() as undo:
+            undo.callback(device.close)
             arena = HostArena(1, num_bytes)
             self._memory = arena.buffer
             self.bytes = as_bytes(self._memory, torch.device("cpu"))  # uint8 [num_bytes]; memory only while `is_here`
@@ -222,6 +224,8 @@ class HostCopy:
             self._extents.lock_for(device)
             with device.current():
                 (self._stream,) = device.driver.call("cuStreamCreate", _STREAM_NON_BLOCKING)
+                undo.callback(self._call, "cuStreamDestroy", self._stream)
+            undo.pop_all()
 
     @property
     def is_here(self) -> bool:
