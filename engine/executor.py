@@ -119,7 +119,7 @@ class KeptModel:
         if checkpoint.spec.loaded is not None:
             return None
         if not is_cpu(plan.device):
-            weights = _weights_in_arena(loaded.model, config, plan, faults)
+            weights = arena_of(loaded.model, config, plan, faults)
             return None if weights is None else cls(loaded, plan, files, weights)
         if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
             log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
@@ -193,7 +193,7 @@ class KeptModel:
         return plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
 
 
-def _weights_in_arena(model: Any, config: EngineConfig, plan: MemoryPlan, faults: Collection[str]) -> ArenaWeights | None:
+def arena_of(model: Any, config: EngineConfig, plan: MemoryPlan, faults: Collection[str]) -> ArenaWeights | None:
     """The weights of a model on CUDA in an arena, with a copy on the host, which is leased while it takes memory there.
 
     None, and the model is as it was: the engine never sleeps, or, which is logged, there is no room, or the device cannot.

@@ -9,6 +9,8 @@ import logging
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +185,20 @@ def test_an_engine_sleeps_and_wakes_with_its_weights_in_an_arena(
                 assert llm._manager.open().plan.host_copy_bytes == kept.asleep_bytes
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("why", ["no room", "faults", "refused"])
+def test_where_weights_cannot_sleep_the_log_says_why(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """The model is as it was, and is loaded again after a sleep."""
+    plan: Any = SimpleNamespace(model="demo", device="cpu", host_copy_bytes=0 if why == "no room" else 1)
+    config: Any = SimpleNamespace(sleeps=True, share=False)
+    if why == "refused":
+        rig.driver.foreign_bytes = rig.driver.total_bytes
+    with caplog.at_level(logging.INFO, "pagetide.engine.executor"):
+        assert executor.arena_of(rig.model, config, plan, ["pool", "triton"] if why == "faults" else []) is None
+    (record,) = caplog.records
+    said = {"no room": "more than half of the host's", "faults": "pool failed in the device's", "refused": "asked for"}
+    assert record.getMessage().startswith("demo is loaded again after a sleep: ") and said[why] in record.getMessage()
+    caplog.clear()
+    config.sleeps = False
+    assert executor.arena_of(rig.model, config, plan, []) is None and not caplog.records
