@@ -103,6 +103,7 @@ class ArenaWeights:
             for stage in stages:
                 for address, (place, size) in stage.places.items():
                     host.bytes[place : place + size].copy_(_storage_bytes(tensors[address][0][0]))
+            host.is_filled = True
             arena = CudaArena(len(host.bytes) // extent_bytes, extent_bytes, index, driver=driver)
             weights = cls(arena, host, stages, device)
             with OnError(partial(weights._move_back, tensors)):
@@ -131,7 +132,7 @@ class ArenaWeights:
         Raises OutOfDeviceMemory, also of host memory, DriverError, OSError, and what `lease` raises, with nothing mapped.
         """
         self.stop()
-        reads = not self._host.is_here
+        reads = not self._host.is_filled
         with OnError(partial(self._empty, reads)):
             self._host.take()
             self._arena.map(sorted(frozenset(range(self._arena.num_extents)) - self._arena.mapped_extents))
@@ -140,6 +141,7 @@ class ArenaWeights:
                     self._host.read(stage.begin, stage.end)
                 self._host.queue(stage.begin, stage.end, self._base + stage.begin)
                 self._wait_at(stage.module, self._host.mark(number))
+            self._host.is_filled = True
 
     def wait(self) -> None:
         """Wait for the copies of `fill`. Raises DriverError."""
@@ -215,6 +217,7 @@ class HostCopy:
         self._events: list[int] = []
         self._file: BinaryIO | None = None
         self._closed = False
+        self.is_filled = False  # whether all bytes are in memory
         with ExitStack() as undo:
             undo.callback(device.close)
             arena = HostArena(1, num_bytes)
@@ -229,7 +232,7 @@ class HostCopy:
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are in memory."""
+        """Whether the bytes have memory."""
         return bool(self._extents.mapped)
 
     def take(self) -> None:
@@ -251,7 +254,7 @@ class HostCopy:
             self._end_lease()
 
     def leave(self) -> None:
-        """Have the bytes in a file alone. Raises OSError, and DriverError; they are in memory then."""
+        """Have the bytes in a file alone. Raises OSError, with the bytes in memory as before, and DriverError."""
         if not self.is_here:
             return
         if self._file is None:
@@ -260,6 +263,7 @@ class HostCopy:
                 write_at(file, self._memory, 0)
                 os.fsync(file.fileno())  # a disk that is full may say so only now
             self._file = file
+        self.is_filled = False
         self.give_back()
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

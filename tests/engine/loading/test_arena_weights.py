@@ -133,8 +133,9 @@ def test_a_wake_that_fails_at_any_call_leaves_the_model_asleep(rig: Rig, level: 
             if not goes_on and rig.driver.calls[-1] != "cuCtxPopCurrent":
                 assert rig.leased == [weights.num_bytes] * (level == 1), number
             rig.driver.faults = []
-            weights.drop(level)
-            assert rig.driver.taken_bytes == 0, number
+            if number % 2:  # else it wakes up from whatever is left
+                weights.drop(level)
+                assert rig.driver.taken_bytes == 0, number
             weights.fill()
         else:
             if not rig.failed:
