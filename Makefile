@@ -85,7 +85,7 @@ GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
 GPU_JOBS ?= 8
 GPU_BUDGET_S ?= 310
 GPU_RESULTS ?= build/bench
-GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
+GPU_ALONE := tests/gpu/test_arena_weights.py tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
 GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))
 
 gpu:  ## the tests, and the figures, that need a CUDA device

@@ -257,8 +257,8 @@ class CacheManager:
     def put(
         self, row: int, extension: Extension, blocks_of: tuple[Chain, int, int], data: npt.NDArray[np.uint8], copied: Int32
     ) -> Extension:
-        """`extension`, of the admission of `row`, with bytes from elsewhere: the blocks (chain, first, end) of the row, as many as
-        `data` has, and what other groups have there (`KeptPrefixes.finish`).
+        """`extension`, of the admission of `row`, with bytes from elsewhere: its blocks (chain, first, end), as many as `data`
+        has, and what other groups have there (`KeptPrefixes.finish`).
 
         They add nothing unless they continue what the row has, and there are blocks for them. No block of `copied` gets any:
         the plan copies from these.

@@ -125,7 +125,7 @@ class Storage:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         with torch.inference_mode(False):  # they are written in and out of inference mode
-            memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
+            memory = as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
             self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
             self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
             self._layers = tuple(self._views(memory, layer) for layer in range(len(geometry.layers)))
@@ -348,7 +348,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
         raise OutOfDeviceMemory(num_bytes, free, f"memory on {device}") from error
 
 
-def _as_bytes(buffer: object, device: torch.device) -> torch.Tensor:
+def as_bytes(buffer: object, device: torch.device) -> torch.Tensor:
     """`buffer` as uint8 over the same memory, which the tensor keeps alive. Raises ValueError if it is on another device."""
     if isinstance(buffer, torch.Tensor):
         tensor = buffer.view(torch.uint8)

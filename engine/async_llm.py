@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,7 +78,7 @@ class AsyncLLM(AsyncCalls):
     @takes("AsyncLLM", AsyncArguments)
     def __init__(self, arguments: AsyncArguments) -> None:
         max_waiting = checked(AsyncArguments, {"max_waiting": arguments.max_waiting}, ConfigError)["max_waiting"]
-        self.config = EngineConfig.of(arguments)
+        self.config = replace(EngineConfig.of(arguments), sleeps=True)
         self._max_waiting = max_waiting
         self._kept: KeptModel | None = None  # while it sleeps: None if the model is loaded again
         self._sleeps = self._stopped = False
@@ -295,13 +295,14 @@ class AsyncLLM(AsyncCalls):
             suspends: No request is aborted. All go on after `wake_up`, with the same tokens; their K and V are in the host
                 tier (`host_kv_memory`) until then, as far as it has room, or computed again. `timeout_s` is not waited for.
             level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
-                and waking reads them from disk. Elsewhere both free everything.
+                and waking reads them from disk. On CUDA both free the device's memory; 1 keeps a copy in pinned host memory,
+                and 2 has it on disk. Over several devices both free everything.
             timeout_s: See `stop`.
 
-        The first sleep on a CPU writes the weights to an unnamed file in the folder of the disk cache, but those that the
-        checkpoint or the cache has as they are used. Where that cannot be done (logged), and elsewhere, waking loads the model
-        again. Calls of `sleep` and `wake_up` take turns, and go on if they are cancelled. Raises EngineClosed if the engine was
-        stopped.
+        The first sleep on a CPU, and of level 2 on CUDA, writes the weights to an unnamed file in the folder of the disk cache,
+        but those that on a CPU the checkpoint or the cache has as they are used. Where that cannot be done, and on CUDA where
+        the host had no room for the copy (both logged), waking loads the model again. Calls of `sleep` and `wake_up` take
+        turns, and go on if they are cancelled. Raises EngineClosed if the engine was stopped.
         """
         self._check_stopped()
         try:
@@ -393,7 +394,8 @@ def _collect() -> None:
 
     from .executor import collect
 
-    collect(torch.device("cpu"))
+    for kind in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
+        collect(torch.device(kind))
 
 
 class _Submission:

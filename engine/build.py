@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -236,6 +236,8 @@ def build(config: EngineConfig, kept: KeptModel | None = None) -> Engine:
         check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
         if kept is not None and not kept.fits(plan, checkpoint.stamps()):
             kept = None
+        elif kept is not None:  # the copy on the host is there, so that the plan found no room for one
+            plan = replace(plan, host_copy_bytes=kept.host_bytes)
         holder = LeaseHolder(device, plan.weights_bytes)
         with OnError(holder.close):
             sharing = acquire_lease(config, plan, holder, None if kept is None else kept.asleep_bytes)
@@ -270,12 +272,13 @@ def _build(
     if kept is None:
         files = checkpoint.stamps()
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
-        kept = KeptModel.of(loaded, checkpoint, plan, files)
+        kept = KeptModel.of(loaded, checkpoint, plan, files, config, faults)
         content = content_of(plan, files)
     else:
         content = kept.content
-        holder.awaited = lambda: kept.coming_bytes
         loaded = kept.wake()
+    if kept is not None:
+        holder.uncounted = lambda: kept.uncounted_bytes
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
     arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)

@@ -357,6 +357,7 @@ class EngineConfig(EngineArguments):
         devices: Of the shards of a model that is divided, one each; a device may be named several times. Empty: not divided.
         block_size: None is 16, or what the attention backend needs.
         host_kv_memory, disk_kv_memory: 0: none.
+        sleeps: Whether the engine may be put to sleep, by its API.
     """
 
     model: ModelSpec
@@ -371,6 +372,7 @@ class EngineConfig(EngineArguments):
     disk_kv_path: str | None
     warm_prompts: str | None
     record: str | None
+    sleeps: bool = False
 
     def __post_init__(self) -> None:
         of_the_cache = {

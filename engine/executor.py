@@ -25,7 +25,7 @@ import transformers
 from .. import native
 from ..allocator.arena import Arena
 from ..allocator.cuda_arena import CudaArena
-from ..allocator.errors import DriverUnavailable
+from ..allocator.errors import AllocatorError, DriverUnavailable, OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
 from ..cache.manager import CacheManager
 from ..cache.storage import Storage, TensorArena
@@ -58,6 +58,7 @@ from .layers.kernels import kernels_on
 from .layers.linears import rows_as_they_are
 from .layers.onednn import PackedLinear, bound_primitives
 from .layers.torch_linears import TorchLinear
+from .loading.arena_weights import ArenaWeights
 from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
@@ -66,7 +67,8 @@ from .loading.probe import probe, random_tokens
 from .loading.quantized_cache import QuantizedCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
-from .memory.memory_plan import MemoryPlan
+from .memory.lease_holder import lease_host_copy
+from .memory.memory_plan import MemoryPlan, is_cpu
 from .process.cpu_threads import one_thread
 from .process.log_suppression import quiet_transformers
 from .process.memory_usage import trim
@@ -88,25 +90,39 @@ class CheckedModel:
 
 
 class KeptModel:
-    """A checked model on the host, which its engine leaves behind when it sleeps: the weights lie in files then, and take no
-    memory. The next engine goes on with it.
+    """A checked model that its engine leaves behind when it sleeps, with weights that take no memory of the device then: on a
+    CPU they lie in files (`MappedWeights`), on CUDA in pinned host memory (`ArenaWeights`). The next engine goes on with it.
     """
 
-    def __init__(self, loaded: CheckedModel, plan: MemoryPlan, files: object) -> None:
+    def __init__(self, loaded: CheckedModel, plan: MemoryPlan, files: object, weights: ArenaWeights | None = None) -> None:
         self.stays = False  # when its engine ends
         self._loaded: CheckedModel | None = loaded
         self.content = content_of(plan, files)
-        self.weights: MappedWeights | None = None  # from the first sleep on
+        self.weights: MappedWeights | ArenaWeights | None = weights  # on a CPU from the first sleep on
         self.level: Level = 1  # of the last sleep
 
     @classmethod
-    def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan, files: object) -> KeptModel | None:
-        """None for a model with weights that cannot sleep: on another device, with others that use it, or in oneDNN's layout.
+    def of(
+        cls,
+        loaded: CheckedModel,
+        checkpoint: Checkpoint,
+        plan: MemoryPlan,
+        files: object,
+        config: EngineConfig,
+        faults: Collection[str] = (),
+    ) -> KeptModel | None:
+        """None for a model with weights that cannot sleep: others use them, or they are in oneDNN's layout; on CUDA, the host
+        has no room for a copy, or the engine never sleeps.
 
-        `files`: What `Checkpoint.stamps` said before they were read.
+        Args:
+            files: What `Checkpoint.stamps` said before they were read.
+            faults: Parts that failed in the device's self-check.
         """
-        if plan.device != "cpu" or checkpoint.spec.loaded is not None:
+        if checkpoint.spec.loaded is not None:
             return None
+        if not is_cpu(plan.device):
+            weights = arena_of(loaded.model, config, plan, faults)
+            return None if weights is None else cls(loaded, plan, files, weights)
         if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
             log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
             return None
@@ -123,18 +139,23 @@ class KeptModel:
 
     @property
     def asleep_bytes(self) -> int:
-        """Bytes of weights that lie in files."""
+        """Bytes of weights that take no memory of the device while the model sleeps."""
         return 0 if self.weights is None else self.weights.num_bytes
 
     @property
-    def coming_bytes(self) -> int:
-        """Bytes of these that are yet to come to memory while the model wakes up."""
-        return 0 if self.weights is None else self.weights.coming_bytes
+    def uncounted_bytes(self) -> int:
+        """Bytes of these that the process holds, or awaits, and `process_bytes` does not count."""
+        return 0 if self.weights is None else self.weights.uncounted_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for a copy of these, of a model on CUDA."""
+        return self.weights.num_bytes if isinstance(self.weights, ArenaWeights) else 0
 
     def sleep(self, level: Level) -> bool:
-        """Give the memory of the weights back: see `MappedWeights.drop`. No engine may use the model. Idempotent.
+        """Give the memory of the weights back: see `drop` of either kind. No engine may use the model. Idempotent.
 
-        The first time, the files are made. False if they cannot be (logged): the model is as it was then.
+        On a CPU the files are made the first time. False if that, or giving back, fails (logged): the model is to be let go.
         """
         self.level = level
         try:
@@ -142,16 +163,25 @@ class KeptModel:
                 assert self._loaded is not None
                 self.weights = MappedWeights.of(self._loaded.model, QuantizedCache())
             self.weights.drop(level)
-        except OSError as error:
-            log.warning("the model is loaded again when it wakes up, as its weights cannot lie in a file: %s", error)
+        except (OSError, AllocatorError) as error:
+            log.warning("the model is loaded again when it wakes up, as its weights cannot sleep: %s", error)
             return False
         return True
 
     def wake(self) -> CheckedModel:
-        """Begin to bring the weights back, layer by layer, while the engine is built and begins to compute."""
+        """Begin to bring the weights back, layer by layer, while the engine is built and begins to compute.
+
+        Raises NotEnoughMemory, and on CUDA also DriverError and OSError: it sleeps on.
+        """
         assert self._loaded is not None
         if self.weights is not None:
-            self.weights.fill()
+            try:
+                self.weights.fill()
+            except OutOfDeviceMemory as error:
+                remedy = "other processes took it meanwhile: try again, or let another model sleep"
+                raise NotEnoughMemory(
+                    error.asked_bytes, error.free_bytes, f"the weights that wake up, {error}", remedy
+                ) from error
         return self._loaded
 
     def release(self) -> None:
@@ -165,6 +195,25 @@ class KeptModel:
 def content_of(plan: MemoryPlan, files: object) -> tuple[Any, ...]:
     """Equal where weights and blocks are the same: the model's `files`, as `Checkpoint.stamps` tells them, and the layout."""
     return files, plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
+
+
+def arena_of(model: Any, config: EngineConfig, plan: MemoryPlan, faults: Collection[str]) -> ArenaWeights | None:
+    """The weights of a model on CUDA in an arena, with a copy on the host, which is leased while it takes memory there.
+
+    None, and the model is as it was: the engine never sleeps, or, which is logged, there is no room, or the device cannot.
+    """
+    if not config.sleeps:
+        return None
+    why: object = "a copy of its weights would take more than half of the host's free memory"
+    if failed := [part for part in ("pool", "swaps") if part in faults]:  # arenas; pinned memory
+        why = f"{' and '.join(failed)} failed in the device's self-check"
+    elif plan.host_copy_bytes:
+        try:
+            return ArenaWeights.of(model, torch.device(plan.device), partial(lease_host_copy, config, plan))
+        except (AllocatorError, NotEnoughMemory) as error:
+            why = error
+    log.info("%s is loaded again after a sleep: %s", plan.model, why)
+    return None
 
 
 def load_checked(

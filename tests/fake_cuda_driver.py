@@ -3,16 +3,22 @@
 It answers the calls of `pagetide.allocator.cuda_driver.CudaDriver`. What the real driver would refuse, it refuses with the
 same code, and writes it down in `violations`: code under test shall never do it, not even where it survives. Memory is
 full of GARBAGE until something is written; what was written to a handle stays in it, as on the device. Host memory is real:
-what is locked may be copied, within what was locked at a time.
+what is locked may be copied, within what was locked at a time. What is queued on a stream happens when the stream, or an event
+behind it, is waited for: a kernel of another stream is anything that is done here without the driver.
+
+`HostedCudaDriver` has addresses that tensors of the host can have: what is not mapped ends the process when it is touched.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 from pagetide.allocator.errors import DriverError
 
@@ -29,7 +35,7 @@ _CONTEXT = 0xC0DE00  # + device
 class Handle:
     """Physical memory: there until it is released and mapped nowhere."""
 
-    memory: bytearray
+    memory: bytearray | mmap.mmap
 
 
 @dataclass
@@ -76,6 +82,7 @@ class FakeCudaDriver:
         self._handles: dict[int, Handle] = {}
         self._mappings: dict[int, Mapping] = {}
         self._streams: dict[int, list[Callable[[], None]]] = {}
+        self._events: dict[int, tuple[int, Callable[[], None]] | None] = {}  # where each was recorded, and its mark there
         self.locked: dict[int, int] = {}  # bytes by the first address
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
@@ -113,6 +120,7 @@ class FakeCudaDriver:
             "handles": self._handles,
             "mappings": self._mappings,
             "streams": self._streams,
+            "events": self._events,
             "locked host memory": self.locked,
             "contexts": {key: count for key, count in self._retained.items() if count},
             "contexts current": {thread: stack for thread, stack in self._stacks.items() if stack},
@@ -174,7 +182,7 @@ class FakeCudaDriver:
     def _cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[int]:
         self._in_context()
         self._expect(size > 0 and size % GRANULE == 0 and alignment == address == flags == 0, "an odd reservation")
-        base = next(self._numbers) << 44
+        base = self._addresses(size)
         self._ranges[base] = size
         return (base,)
 
@@ -183,6 +191,7 @@ class FakeCudaDriver:
         self._expect(self._ranges.get(address) == size, "free of addresses that are not a range")
         self._expect(not self._inside(address, size), "free of addresses that are mapped")
         del self._ranges[address]
+        self._forget(address, size)
 
     def _cuMemCreate(self, size: int, device: int, flags: int) -> tuple[int]:
         self._in_context()
@@ -190,7 +199,7 @@ class FakeCudaDriver:
         if size > self.free_bytes:
             raise DriverError("cuMemCreate", OUT_OF_MEMORY, NAMES[OUT_OF_MEMORY])
         handle = next(self._numbers)
-        self._handles[handle] = Handle(bytearray([GARBAGE]) * size)
+        self._handles[handle] = Handle(self._memory(size))
         return (handle,)
 
     def _cuMemRelease(self, handle: int) -> None:
@@ -213,8 +222,10 @@ class FakeCudaDriver:
         self._in_context()
         covered = self._inside(address, size)
         self._expect(sum(m.size for m in covered) == size, "access to a range that is not all mapped")
-        for mapping in covered:
-            mapping.accessible = True
+        for start, mapping in self._mappings.items():
+            if mapping in covered and not mapping.accessible:
+                self._show(start, self._handles[mapping.handle].memory)
+                mapping.accessible = True
 
     def _cuMemUnmap(self, address: int, size: int) -> None:
         self._in_context()
@@ -222,6 +233,7 @@ class FakeCudaDriver:
         self._expect(mapping is not None and mapping.size == size, "unmap of addresses that are not a mapping")
         self._expect(not any(self._streams.values()), "unmap under work that is queued")
         del self._mappings[address]
+        self._hide(address, size)
 
     def _cuStreamCreate(self, flags: int) -> tuple[int]:
         self._in_context()
@@ -278,6 +290,80 @@ class FakeCudaDriver:
 
         self._streams[stream].append(run)
 
+    def _cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        self._in_context()
+        self._expect(size > 0 and stream in self._streams, "a copy of nothing, or in no stream of its own")
+        locked = any(a <= source and source + size <= a + length for a, length in self.locked.items())
+        apart = all(source + size <= a or a + length <= source for a, length in self.locked.items())
+        self._expect(locked or apart, f"a copy of {size} bytes from {source:#x}, of which a part is locked")
+        places = list(self._pieces(target, size))
+
+        def run() -> None:
+            done = 0
+            for memory, start, length in places:
+                memory[start : start + length] = ctypes.string_at(source + done, length)
+                done += length
+
+        self._streams[stream].append(run)
+        if not locked:  # the driver reads what may move at once
+            self._cuStreamSynchronize(stream)
+
+    def _cuEventCreate(self, flags: int) -> tuple[int]:
+        self._in_context()
+        self._expect(flags == 2, "an event that takes times")
+        event = next(self._numbers)
+        self._events[event] = None
+        return (event,)
+
+    def _cuEventRecord(self, event: int, stream: int) -> None:
+        self._in_context()
+        self._expect(event in self._events and stream in self._streams, "an event that does not exist, or in no stream")
+
+        def mark() -> None:
+            return None
+
+        self._streams[stream].append(mark)
+        self._events[event] = stream, mark
+
+    def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+        """Of a stream of others: their work is done as it is queued, so all before the event is done now."""
+        self._in_context()
+        self._expect(event in self._events and flags == 0, "a wait for an event that does not exist")
+        recorded = self._events[event]
+        if recorded is not None and recorded[1] in (queue := self._streams[recorded[0]]):
+            while (first := queue.pop(0)) is not recorded[1]:
+                first()
+
+    def _cuEventDestroy(self, event: int) -> None:
+        self._in_context()
+        self._expect(event in self._events, "destruction of an event that does not exist")
+        del self._events[event]
+
+    def _addresses(self, size: int) -> int:
+        return next(self._numbers) << 44
+
+    def _forget(self, address: int, size: int) -> None:
+        """These addresses are used no more."""
+
+    def _memory(self, size: int) -> bytearray | mmap.mmap:
+        return bytearray([GARBAGE]) * size
+
+    def _show(self, address: int, memory: bytearray | mmap.mmap) -> None:
+        """Memory may be touched there from now on."""
+
+    def _hide(self, address: int, size: int) -> None:
+        """Nothing may be touched there from now on."""
+
+    def _pieces(self, address: int, size: int) -> Iterator[tuple[bytearray | mmap.mmap, int, int]]:
+        """Memory, first byte and bytes behind addresses that may lie in several mappings."""
+        while size:
+            inside = self._inside(address, 1)
+            self._expect(bool(inside) and inside[0].accessible, f"a copy to {address:#x}, which it may not touch")
+            start = next(start for start, mapping in self._mappings.items() if mapping is inside[0])
+            length = min(size, start + inside[0].size - address)
+            yield self._handles[inside[0].handle].memory, address - start, length
+            address, size = address + length, size - length
+
     def _stack(self) -> list[int]:
         return self._stacks.setdefault(threading.get_ident(), [])
 
@@ -287,7 +373,7 @@ class FakeCudaDriver:
     def _inside(self, address: int, size: int) -> list[Mapping]:
         return [m for start, m in self._mappings.items() if start < address + size and address < start + m.size]
 
-    def _accessible(self, address: int, length: int) -> tuple[bytearray, int]:
+    def _accessible(self, address: int, length: int) -> tuple[bytearray | mmap.mmap, int]:
         for start, mapping in self._mappings.items():
             if start <= address and address + length <= start + mapping.size and mapping.accessible:
                 return self._handles[mapping.handle].memory, address - start
@@ -298,3 +384,52 @@ class FakeCudaDriver:
         if not condition:
             self.violations.append(f"call {len(self.calls) - 1}, {self.calls[-1]}: {violation}")
             raise DriverError(self.calls[-1], code, NAMES[code])
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_FIXED, _HIDDEN = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # without reserving memory
+
+
+def _map(address: int, size: int, protection: int, flags: int, file: int) -> int:
+    found = _LIBC.mmap(address, size, protection, flags, file, 0)
+    assert found is not None and (not address or found == address), os.strerror(ctypes.get_errno())
+    return int(found)
+
+
+class _Shared(mmap.mmap):
+    """A file in memory, mapped once for the driver itself."""
+
+    file: BinaryIO
+
+    @classmethod
+    def of(cls, size: int) -> _Shared:
+        file = os.fdopen(os.memfd_create("handle"), "r+b")
+        file.truncate(size)
+        memory = cls(file.fileno(), size)
+        memory.file = file
+        return memory
+
+
+class HostedCudaDriver(FakeCudaDriver):
+    """A driver with real addresses: handles are files in memory, which are mapped where the device's memory would be."""
+
+    def _addresses(self, size: int) -> int:
+        return _map(0, size, 0, _HIDDEN, -1)
+
+    def _forget(self, address: int, size: int) -> None:
+        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+    def _memory(self, size: int) -> mmap.mmap:
+        memory = _Shared.of(size)
+        memory[:] = bytes([GARBAGE]) * size
+        return memory
+
+    def _show(self, address: int, memory: bytearray | mmap.mmap) -> None:
+        assert isinstance(memory, _Shared)
+        file = memory.file.fileno()
+        _map(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, file)
+
+    def _hide(self, address: int, size: int) -> None:
+        _map(address, size, 0, _HIDDEN | _FIXED, -1)

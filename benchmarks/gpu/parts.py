@@ -46,6 +46,7 @@ BOUNDS = {
     "resizing": Bound("p99 of steps while the pool is resized / without", 2.0, "x", "lower", "recall"),
     "failures": Bound("failures of the engine and of an external process beside it", 0.0, "count", "lower", "memory"),
     "held": Bound("share of what was free, less headroom, that the engine holds", 0.9, "x", "higher", "memory"),
+    "wake_first": Bound("first token right after waking / awake", 1.3, "x", "lower", "sleep"),
     "faults": Bound("faults of engines beside a process that fills the device, under recalls", 0.0, "count", "lower", "stress"),
 }
 
@@ -204,6 +205,7 @@ SPECS = (  # by value: where the time is short, the last ones are left out
     Spec("peer", "benchmarks.gpu.peer", 100, ("bandwidth", "decode")),
     Spec("recall", "benchmarks.gpu.recall", 70, ("bandwidth",)),
     Spec("swap", "benchmarks.gpu.swap", 45, ("bandwidth",)),
+    Spec("sleep", "benchmarks.gpu.sleeping", 75, ("bandwidth",)),
     Spec("memory", "benchmarks.gpu.memory", 75),
     Spec("quantized", "benchmarks.gpu.quantized", 40),
     Spec("stress", "benchmarks.gpu.stress", 75),

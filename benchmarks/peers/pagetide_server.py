@@ -16,8 +16,8 @@ class PagetideServer:
         quantized = request["dtype"] in ("int8", "int4")
         dtype = "bfloat16" if quantized else request["dtype"]
         self._llm = LLM(
-            request["model"], device="cpu", dtype=dtype, quantization=request["dtype"] if quantized else None, kv_memory=request["kv_bytes"],
-            share=False, max_seqs=request["max_seqs"], prefix_caching=False,
+            request["model"], device="cpu", dtype=dtype, quantization=request["dtype"] if quantized else None,
+            kv_memory=request["kv_bytes"], share=False, max_seqs=request["max_seqs"], prefix_caching=False,
         )  # fmt: skip
         self.settings = {"weights": request["dtype"], "kv": dtype, "threads": request["threads"]}
 

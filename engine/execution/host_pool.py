@@ -22,12 +22,12 @@ import torch
 from ...allocator.cuda_driver import CudaBindings, CudaDevice
 from ...allocator.errors import DriverError, DriverUnavailable, OutOfDeviceMemory
 from ...allocator.host_arena import HostArena
+from ...allocator.host_extents import HostExtents
 from ...cache.block_table import Int32
 from ...cache.geometry import Geometry
 from ...cache.storage import Storage
 from ...common.on_error import OnError
 from ...common.units import format_bytes
-from .host_extents import HostExtents
 from .swap_methods import ContiguousCopies, FastestSwapMethod, ways_on
 
 log = logging.getLogger(__name__)

@@ -78,8 +78,8 @@ class PackedWeight:
     factors: torch.Tensor | None = None
 
     def for_inputs(self, dtype: torch.dtype) -> PackedWeight:
-        """This weight for inputs of `dtype`. Of bfloat16, each group is rounded to int8 by itself, which is more precise than any
-        weight of four bits, where products of integers suit the form.
+        """This weight for inputs of `dtype`: in bfloat16, each group of a row is rounded to int8 where the form suits products of
+        integers.
         """
         suits = self.type in ("int8", "int4", "fp4") and self.group >= LEAST_GROUP
         return replace(self, rows_in_int8=True) if suits and dtype == torch.bfloat16 else self

@@ -122,9 +122,14 @@ class TorchWeight:
         return cls(form, n, k, size, _converted(codes), scales.bfloat16(), order)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weight, and what belongs to it."""
+        return [part for part in (self.packed, self.scales, self.order) if part is not None]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return self.packed.nbytes + self.scales.nbytes + (0 if self.order is None else self.order.nbytes)
+        return sum(part.nbytes for part in self.tensors)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x bfloat16 [..., k] -> [..., n]."""

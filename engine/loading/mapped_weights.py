@@ -24,6 +24,7 @@ from torch import nn
 
 from ...common.units import MIB
 from ..layers.linears import PackedWeight
+from ..layers.torch_linears import TorchWeight
 from .mapped_files import LIBC, file_ranges, same_content, span_of
 from .quantized_cache import QuantizedCache
 
@@ -51,7 +52,7 @@ class Extent:
 class MappedWeights:
     """The extents of a model's weights, in the order of its layers. Make it with `of`.
 
-    For one thread at a time, but `coming_bytes`. The tensors may be read at any time, which reads the file where need be.
+    For one thread at a time, but `uncounted_bytes`. The tensors may be read at any time, which reads the file where need be.
     """
 
     def __init__(self, extents: list[Extent], tensors: list[torch.Tensor], own: BinaryIO | None) -> None:
@@ -59,7 +60,7 @@ class MappedWeights:
         self.extents = extents
         self._tensors = tensors  # so that no other memory comes to lie at these addresses
         self._own = own  # file
-        self.coming_bytes = 0  # that `fill` has not mapped yet
+        self.uncounted_bytes = 0  # that `fill` has not mapped yet, and the resident set does not count
         self._stops = threading.Event()
         self._filling: threading.Thread | None = None
 
@@ -70,7 +71,7 @@ class MappedWeights:
 
         Raises OSError if the file cannot be made; the model is as it was.
         """
-        tensors = [one for one in _tensors(model) if one.device.type == "cpu"]
+        tensors = [one for one in weights_of(model) if one.device.type == "cpu"]
         spans = _spans(tensors)
         mapped = _mapped(spans)
         moved = [span for span in spans if span not in mapped]
@@ -113,7 +114,7 @@ class MappedWeights:
     def fill(self) -> None:
         """Begin to map all pages in the order of the layers, on a thread of its own, which reads what the page cache lacks."""
         self.stop()
-        self.coming_bytes = self.num_bytes
+        self.uncounted_bytes = self.num_bytes
         self._stops.clear()
         filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
         filling.start()
@@ -128,7 +129,7 @@ class MappedWeights:
         """End `fill`. Idempotent."""
         self._stops.set()
         self.wait()
-        self._filling, self.coming_bytes = None, 0
+        self._filling, self.uncounted_bytes = None, 0
 
     def _fill(self) -> None:
         """A page that cannot be mapped now is read when it is used."""
@@ -138,20 +139,25 @@ class MappedWeights:
                     return
                 size = min(_PIECE_BYTES, one.num_bytes - at)
                 _populate(one.begin + at, size)
-                self.coming_bytes -= size
+                self.uncounted_bytes -= size
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+def weights_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and packed weights of all modules, in their order. Buffers may be written."""
     for module in model.modules():
-        yield from (one for one in module._parameters.values() if one is not None)
-        for value in vars(module).values():
-            for packed in _packed(value):
-                yield from packed.tensors
+        yield from own_weights(module)
 
 
-def _packed(value: Any) -> Iterator[PackedWeight]:
-    if isinstance(value, PackedWeight):
+def own_weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Those of a module without the modules within it."""
+    yield from (one for one in module._parameters.values() if one is not None)
+    for value in vars(module).values():
+        for packed in _packed(value):
+            yield from packed.tensors
+
+
+def _packed(value: Any) -> Iterator[PackedWeight | TorchWeight]:
+    if isinstance(value, PackedWeight | TorchWeight):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:
@@ -215,13 +221,18 @@ def _written(spans: Iterable[tuple[int, int]], file: BinaryIO) -> dict[tuple[int
         if end - begin >= _HUGE_BYTES:
             offset += (begin - offset) % _HUGE_BYTES
         found[begin, end] = extent = Extent(begin, end - begin, file, offset)
-        memory = _memory(begin, end)
-        while memory:
-            written = os.pwrite(file.fileno(), memory[:_WRITE_BYTES], offset)
-            memory, offset = memory[written:], offset + written
+        offset = write_at(file, _memory(begin, end), offset)
         assert offset == extent.offset + extent.num_bytes
     os.fsync(file.fileno())  # a disk that is full may say so only now
     return found
+
+
+def write_at(file: BinaryIO, memory: memoryview, offset: int) -> int:
+    """Write `memory` to an unbuffered file. Returns the offset behind it. Raises OSError."""
+    while memory:
+        written = os.pwrite(file.fileno(), memory[:_WRITE_BYTES], offset)
+        memory, offset = memory[written:], offset + written
+    return offset
 
 
 def _memory(begin: int, end: int) -> memoryview:

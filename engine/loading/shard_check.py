@@ -153,7 +153,7 @@ def _difference(found: torch.Tensor, right: torch.Tensor, bound: float, exact: b
 
 def _layers_within(model: Any, dtype: torch.dtype, budget_bytes: int) -> int:
     """How many of the first layers of `model`, and what is outside of layers, take at most `budget_bytes` as `dtype`."""
-    inside = [sum(one.numel() for one in layer.parameters()) * dtype.itemsize for layer in _layers_of(model)]
+    inside = [sum(one.numel() for one in layer.parameters()) * dtype.itemsize for layer in layers_of(model)]
     num, total = 0, sum(one.numel() for one in model.parameters()) * dtype.itemsize - sum(inside)
     while num < len(inside) and total + inside[num] <= budget_bytes:
         total += inside[num]
@@ -163,7 +163,7 @@ def _layers_within(model: Any, dtype: torch.dtype, budget_bytes: int) -> int:
 
 def _keep_first(model: Any, num_layers: int) -> None:
     """Drop the layers of `model` from `num_layers` on. Mutates it."""
-    layers = _layers_of(model)
+    layers = layers_of(model)
     for module, name in _holders(model, layers):
         setattr(module, name, layers[:num_layers])
     model.config.get_text_config(decoder=True).num_hidden_layers = num_layers
@@ -174,18 +174,18 @@ def _holders(model: nn.Module, layers: nn.ModuleList) -> list[tuple[nn.Module, s
     return [(module, name) for module in model.modules() for name, child in module.named_children() if child is layers]
 
 
-def _layers_of(model: Any) -> nn.ModuleList:
-    """The decoder's layers: the longest list of modules."""
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder's layers: the longest list of modules; none without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     own = getattr(decoder, "layers", None)
-    return own if isinstance(own, nn.ModuleList) else max(lists, key=len)
+    return own if isinstance(own, nn.ModuleList) else max(lists, key=len, default=nn.ModuleList())
 
 
 @contextmanager
 def _cut_to(model: Any, num_layers: int) -> Iterator[None]:
     """Within the context, `model` has its first `num_layers` layers."""
-    layers, text = _layers_of(model), model.config.get_text_config(decoder=True)
+    layers, text = layers_of(model), model.config.get_text_config(decoder=True)
     holders, whole = _holders(model, layers), text.num_hidden_layers
     _keep_first(model, num_layers)
     try:

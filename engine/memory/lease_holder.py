@@ -17,6 +17,7 @@ from ...allocator.arena import Arena
 from ...allocator.broker_client import BrokerClient
 from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ...allocator.lease import Lease
+from ...cache.geometry import PAGE_BYTES
 from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ...monitor.cuda_devices import find_device
@@ -44,7 +45,8 @@ class LeaseHolder:
     """One engine's part of the memory that its process holds on a device, excluding that of the process's other engines.
 
     Shared memory, such as libraries, counts for each engine. `arena` and `host`, the host tier's memory, are set when created.
-    `awaited` tells the bytes of weights that come to memory while the engine serves, after a sleep.
+    `uncounted` tells the bytes of weights that the process's count lacks: those that come to memory while the engine serves,
+    after a sleep, and those in an arena of a CUDA device.
     """
 
     _all: ClassVar[list[LeaseHolder]] = []  # of this process
@@ -53,20 +55,20 @@ class LeaseHolder:
         self.device = device
         self.arena: Arena | None = None
         self.host: HostPool | None = None
-        self.awaited: Callable[[], int] = int
+        self.uncounted: Callable[[], int] = int
         self._weights_bytes = weights_bytes
         self._all.append(self)
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that the process holds for this engine now, and awaits, besides KV in the pool and the host tier."""
+        """Bytes that the process holds for this engine now, or awaits, besides KV in the pool and the host tier."""
         others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
-        awaited = self.awaited()  # before what is there is counted: what comes between is counted twice, not missed
-        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes) + awaited
+        uncounted = self.uncounted()  # before what is there is counted: what comes between is counted twice, not missed
+        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes) + uncounted
 
     @property
     def _own_bytes(self) -> int:
-        return max(0, self._weights_bytes - self.awaited()) + self._resident_kv_bytes
+        return max(0, self._weights_bytes - self.uncounted()) + self._resident_kv_bytes
 
     @property
     def _resident_kv_bytes(self) -> int:
@@ -106,6 +108,48 @@ def acquire_lease(
 
     Raises NotEnoughMemory if the minimum does not fit beside those of other leases, or is not granted within 30 s.
     """
+    held = holder.base_bytes
+    if asleep_bytes is None:
+        working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
+        base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
+    else:
+        base = held + asleep_bytes + plan.reserve_bytes + HEAP_BYTES
+
+    def acquired(watched: Watch, name: str) -> Lease:
+        return acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
+
+    what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
+    return _shared(config, plan, plan.model, acquired, (base + plan.min_kv_bytes, what))
+
+
+def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharing | None:
+    """Acquire a lease of `size` bytes of host memory for the copy of weights on a CUDA device; they count as held from now on.
+
+    None and raises as `acquire_lease`.
+    """
+    what = f"the copy of the weights of {plan.model} on the host"
+
+    def acquired(watched: Watch, name: str) -> Lease:
+        host = device_info(watched, torch.device("cpu")).uuid
+        terms = {"min_bytes": size, "max_bytes": size, "granule_bytes": PAGE_BYTES}
+        lease = _registered(watched, (), name=name, device_uuid=host, **terms)
+        with OnError(lease.close):
+            if not lease.wait_granted(size, GRANT_TIMEOUT_S):
+                remedy = "other processes hold the rest and do not return it"
+                raise NotEnoughMemory(size, lease.granted_bytes, what, remedy)
+            lease.report({"weights": size}, 0)
+            return lease
+
+    return _shared(config, plan, f"{plan.model}/copy", acquired, (size, what))
+
+
+def _shared(
+    config: EngineConfig, plan: MemoryPlan, model: str, acquired: Callable[[Watch, str], Lease], asked: tuple[int, str]
+) -> Sharing | None:
+    """The lease that `acquired` makes under a name of `model`; `asked` is how many bytes, and what for.
+
+    None and raises as `acquire_lease`.
+    """
     if not config.share:
         return None
     try:
@@ -113,22 +157,13 @@ def acquire_lease(
     except (MonitorError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None
-    held = holder.base_bytes
-    if asleep_bytes is None:
-        working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
-        base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
-    else:
-        base = held + asleep_bytes + plan.reserve_bytes + HEAP_BYTES
-    name, sharing = take_name(plan.model), None
+    name, sharing = take_name(model), None
     try:
         with OnError(watched.close):
-            lease = acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
-            sharing = Sharing(watched, lease, name)
+            sharing = Sharing(watched, acquired(watched, name), name)
             return sharing
     except LeaseRefused as error:
-        needed = base + plan.min_kv_bytes
-        what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
-        raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker of the device says: {error}") from error
+        raise NotEnoughMemory(asked[0], plan.free_bytes, asked[1], f"the broker of the device says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None

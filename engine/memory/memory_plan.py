@@ -87,6 +87,7 @@ class MemoryPlan:
     decode: DecodeRate | None = None  # on a CPU whose rates were measured
     disk_buffer_bytes: int = 0  # of host memory: blocks on their way to disk and back; on a CPU a part of the reserve
     answers_bytes: int = 0  # of host memory: what a server may hold of outputs that are not delivered
+    host_copy_bytes: int = 0  # of host memory: a copy of weights on CUDA, from which a sleeping model wakes up
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -161,6 +162,7 @@ class MemoryPlan:
             "packed_bytes", "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks",
             "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
             "left_bytes", "num_shards", "replicated_bytes", "disk_buffer_bytes", "answers_bytes", "state_bytes",
+            "host_copy_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "decode_estimate": None if self.decode is None else asdict(self.decode),
@@ -206,6 +208,7 @@ class MemoryPlan:
                 [("answers", f"at most {format_bytes(self.answers_bytes)} of host memory, in a server")]
                 * bool(self.answers_bytes)
             ),
+            *([("to sleep", f"{format_bytes(self.host_copy_bytes)} of host memory")] * bool(self.host_copy_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
             ("KV per token", f"{self.kv_bytes_per_token:,} bytes in {self.kv_cache_dtype}"),

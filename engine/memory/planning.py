@@ -100,6 +100,7 @@ def plan_memory(
         dequantized_bytes=stored.plain_bytes if stored else 0,
         decode=decode_rate(checkpoint, dtype, config.quantization) if device.type == "cpu" and division is None else None,
         answers_bytes=_answers_bytes(device, room, free),
+        host_copy_bytes=0 if division is not None else _host_copy_bytes(config, device, weights, free),
     )
 
 
@@ -175,6 +176,15 @@ def _disk_buffer_bytes(
     sequence_bytes = geometry.kv_bytes_per_token * model_length(config, checkpoint) + geometry.state_bytes
     unit_bytes = geometry.payload_bytes * max(group.num_tables for group in geometry.groups)
     return planned_bytes(sequence_bytes, host_bytes, unit_bytes)
+
+
+def _host_copy_bytes(
+    config: EngineConfig, device: torch.device, weights_bytes: int, free: Callable[[torch.device], int]
+) -> int:
+    """Host memory for a copy of weights on CUDA, from which a model wakes up; 0 if it would take over half of what is free."""
+    if device.type == "cpu" or not config.sleeps:
+        return 0
+    return weights_bytes if 2 * weights_bytes <= free(torch.device("cpu")) - config.host_kv_memory else 0
 
 
 def _answers_bytes(device: torch.device, room_bytes: int, free: Callable[[torch.device], int]) -> int:

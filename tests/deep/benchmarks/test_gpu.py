@@ -103,6 +103,10 @@ def test_swaps(bench: Bench) -> None:
     assert measured(of_part("swap", bench), "swap_out", "swap_in")
 
 
+def test_sleeps(bench: Bench) -> None:
+    assert measured(of_part("sleep", bench), "wake_first")
+
+
 @pytest.mark.stress  # which mostly wait for the broker: it grants nothing for 2 s after a recall
 @pytest.mark.parametrize("overlap", [False, True])
 def test_recalls(bench: Bench, overlap: bool) -> None:

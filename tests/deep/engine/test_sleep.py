@@ -83,7 +83,7 @@ async def test_a_sleeping_model_holds_neither_its_weights_nor_a_lease(saved: Pat
         await llm.sleep(2)
         assert kept.weights.cached_bytes <= 0.05 * kept.asleep_bytes
         await llm.wake_up()
-        wait_until(lambda: kept.coming_bytes == 0)
+        wait_until(lambda: kept.uncounted_bytes == 0)
         (again,) = leases()
         assert again.granted_bytes > weights and resident_bytes() >= awake + 0.95 * kept.asleep_bytes
         await llm.generate(PROMPTS, GREEDY)

@@ -56,7 +56,7 @@ def test_what_was_given_back_is_there_again(cache: QuantizedCache, level: Any) -
     content, places = model.content(), model.places()
     weights = MappedWeights.of(model, cache)
     assert 3.1 * MIB - 5 * 4096 * 2 < weights.num_bytes <= 3.125 * MIB, "all but the small one and the buffer, in whole pages"
-    assert weights.cached_bytes == weights.num_bytes and weights.coming_bytes == 0
+    assert weights.cached_bytes == weights.num_bytes and weights.uncounted_bytes == 0
     for fills in (True, False):
         weights.drop(level)
         if level == 2:
@@ -64,7 +64,7 @@ def test_what_was_given_back_is_there_again(cache: QuantizedCache, level: Any) -
         if fills:
             weights.fill()
             weights.wait()
-            assert weights.coming_bytes == 0 and weights.cached_bytes == weights.num_bytes
+            assert weights.uncounted_bytes == 0 and weights.cached_bytes == weights.num_bytes
         assert model.content() == content and model.places() == places
     model.state.zero_()
     weights.drop(level)
@@ -153,7 +153,7 @@ def test_filling_ends_when_it_is_told_to(cache: QuantizedCache) -> None:
     for _ in range(20):
         weights.drop(1)
         weights.fill()
-        assert weights.coming_bytes <= weights.num_bytes
+        assert weights.uncounted_bytes <= weights.num_bytes
         weights.stop()
-        assert weights.coming_bytes == 0
+        assert weights.uncounted_bytes == 0
     assert weights.num_bytes >= LEAST_BYTES

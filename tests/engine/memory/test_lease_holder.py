@@ -28,8 +28,12 @@ def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pyt
         assert elsewhere.base_bytes == 1000 * MIB
         elsewhere.arena = arena
         assert elsewhere.base_bytes == 1000 * MIB, "torch knows nothing of an arena on CUDA"
-        second.awaited = lambda: 50 * MIB
+        second.uncounted = lambda: 50 * MIB
         assert (first.base_bytes, second.base_bytes) == (842 * MIB, 942 * MIB), "weights that wake up are not in memory yet"
+        fourth = LeaseHolder(gpu, 80 * MIB)
+        elsewhere.uncounted = lambda: 50 * MIB
+        assert (elsewhere.base_bytes, fourth.base_bytes) == (970 * MIB, 1000 * MIB), "nor of weights in an arena there"
+        fourth.close()
         second.close()
         second.close()
         assert first.base_bytes == 1000 * MIB

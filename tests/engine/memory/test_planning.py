@@ -231,6 +231,23 @@ def test_buffers_of_a_disk_tier_are_in_the_plan(checkpoint: Checkpoint) -> None:
     assert plan(checkpoint, free=weights + MIB, disk_kv_memory="1GiB").disk_buffer_bytes == 128 * MIB + MIB // 8
 
 
+def test_a_copy_of_weights_on_the_host_is_in_the_plan_of_what_may_sleep_on_cuda(checkpoint: Checkpoint) -> None:
+    """If half of the host's free memory, less the host tier, has room for it."""
+    weights = checkpoint.weights_bytes(torch.float32)
+
+    def made(host: int, device: torch.device = GPU, sleeps: bool = True, **arguments: Any) -> MemoryPlan:
+        config = replace(EngineConfig.resolve(checkpoint.spec, **arguments), sleeps=sleeps)
+        free = {"cpu": host, "cuda": GIB}
+        return plan_memory(config, checkpoint, device, torch.float32, free=lambda one: free[one.type])
+
+    assert made(2 * weights).host_copy_bytes == weights and "to sleep" in made(2 * weights).describe()
+    assert made(2 * weights + MIB, host_kv_memory="1MiB").host_copy_bytes == weights
+    for less in (
+        made(2 * weights - 1), made(2 * weights + MIB - 1, host_kv_memory="1MiB"), made(GIB, CPU), made(GIB, sleeps=False),
+    ):  # fmt: skip
+        assert less.host_copy_bytes == 0 and "to sleep" not in less.describe()
+
+
 def test_model_length(checkpoint: Checkpoint) -> None:
     assert model_length(EngineConfig.resolve(checkpoint.spec), checkpoint) == 128
     assert model_length(EngineConfig.resolve(checkpoint.spec, max_model_len=128), checkpoint) == 128

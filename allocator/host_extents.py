@@ -1,4 +1,4 @@
-"""The host tier's memory by extents: allocated as slots are written, pinned for a CUDA device, one extent ahead of need.
+"""Host memory by extents, pinned for a CUDA device: the host tier's, one extent ahead of need, and the copy of weights.
 
 Allocating and pinning an extent is slow, and copies with unpinned memory block the caller. With a device, a thread
 therefore prepares the next extent whenever the ready one comes into use.
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ...allocator.cuda_driver import CudaDevice
-from ...allocator.errors import DriverError
-from ...allocator.host_arena import HostArena
+from .cuda_driver import CudaDevice
+from .errors import DriverError
+from .host_arena import HostArena
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class HostExtents:
                     self._device.driver.call("cuMemHostRegister", where, self._arena.extent_bytes, _PORTABLE_AND_MAPPED)
                     self._locked.add(extent)
         except DriverError as error:
-            log.warning("host memory for swaps is not pinned, so copies take longer: %s", error)
+            log.warning("host memory for copies is not pinned, so that they take longer: %s", error)
 
     def _unlock(self, extents: list[int]) -> None:
         locked = self._locked.intersection(extents)

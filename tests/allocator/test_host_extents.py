@@ -13,7 +13,7 @@ from fake_cuda_driver import INVALID_VALUE, FakeCudaDriver, Fault
 from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.errors import DriverError, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
-from pagetide.engine.execution.host_extents import HostExtents
+from pagetide.allocator.host_extents import HostExtents
 
 EXTENT = 64 << 10
 
