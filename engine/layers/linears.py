@@ -78,7 +78,7 @@ class PackedWeight:
     factors: torch.Tensor | None = None
 
     def for_inputs(self, dtype: torch.dtype) -> PackedWeight:
-        """This weight for inputs of `dtype`: in bfloat16, each group of a row is rounded to int8 where the form suits products of
+        """This weight for inputs of `dtype`: in bfloat16, groups of a row are rounded to int8 where the form suits products of
         integers.
         """
         suits = self.type in ("int8", "int4", "fp4") and self.group >= LEAST_GROUP
