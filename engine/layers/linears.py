@@ -79,7 +79,7 @@ class PackedWeight:
 
     def for_inputs(self, dtype: torch.dtype) -> PackedWeight:
         """This weight for inputs of `dtype`: in bfloat16, groups of a row are rounded to int8 where the form suits products of
-        integers.
+        integers (docs/decisions/0079-inputs-in-8-bits.md).
         """
         suits = self.type in ("int8", "int4", "fp4") and self.group >= LEAST_GROUP
         return replace(self, rows_in_int8=True) if suits and dtype == torch.bfloat16 else self
