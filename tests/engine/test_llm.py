@@ -460,7 +460,8 @@ def test_sampling_defaults_of_the_generation_config_and_explicit_ones_over_them(
     assert not same({}, defaults | {"top_k": 5})
     greedy = own.generate(PROMPTS, SamplingParams(temperature=0))
     assert tokens_of(greedy) == [plain(p, 9, repetition_penalty=1.2) for p in PROMPTS]
-    assert [len(o.token_ids) for o in own.generate(PROMPTS)] == [9] * 4
+    drawn = own.generate(PROMPTS)  # by a seed of its own: some may end sooner
+    assert all(len(o.token_ids) == 9 or (len(o.token_ids) < 9 and o.finish_reason == "stop") for o in drawn)
     edit_json(folder / "generation_config.json", do_sample=False)
     assert tokens_of(load(folder).generate(PROMPTS)) == tokens_of(greedy)
     edit_json(folder / "generation_config.json", min_new_tokens=5)

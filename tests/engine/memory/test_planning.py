@@ -71,7 +71,7 @@ def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
     weights = 4 * (2 * 64 * 32 + 32 + 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48))
     assert (made.model, made.device, made.dtype, made.free_bytes) == ("tiny", "cpu", "float32", GIB)
     assert made.weights_bytes == weights == checkpoint.weights_bytes(torch.float32)
-    rows = 8 * (48 * 4 + 8) if native.instructions() else 0  # copies of the widest inputs, their scale, the sum of a group
+    rows = 8 * (48 * 4 + 12) if native.instructions() else 0  # copies of the widest inputs, their scale, the sums of two groups
     assert made.reserve_bytes == 8 * (4 * 32 + 3 * 48 + 2 * 8 * (4 + 2 * 2)) * 4 + 4 * 64 * 12 + rows
     assert (made.kv_bytes_per_token, made.block_size) == (KV_BYTES, 16)
     # 4 sequences of 128 tokens and the null block are 33 blocks of 4 KiB, an extent each
