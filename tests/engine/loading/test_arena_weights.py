@@ -72,7 +72,7 @@ def test_weights_move_that_the_collector_does_not_list(rig: Rig, monkeypatch: py
     """It lists nothing that was there at a `gc.freeze`."""
     expected = rig.logits()
     with monkeypatch.context() as frozen:
-        frozen.setattr(gc, "get_objects", lambda: [])
+        frozen.setattr(gc, "get_objects", list)
         weights = rig.sleepers()
     assert all(rig.within(place) for place in rig.places())
     weights.drop(1)
