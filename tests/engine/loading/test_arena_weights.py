@@ -20,7 +20,7 @@ from torch import nn
 
 from pagetide import AsyncLLM, EngineClosed, SamplingParams
 from pagetide.allocator.errors import AllocatorError, DriverError
-from pagetide.engine import executor
+from pagetide.engine import async_llm, executor
 from pagetide.engine.errors import NotEnoughMemory
 from pagetide.engine.layers.merged_linears import MergedLinears
 from pagetide.engine.layers.quantization import QuantizedWeight
@@ -197,6 +197,16 @@ def test_an_engine_sleeps_and_wakes_with_its_weights_in_an_arena(
                 await llm.wake_up()
                 assert await tokens() == expected and llm._engine_thread.open().kept is kept
                 assert llm._manager.open().plan.host_copy_bytes == kept.asleep_bytes
+            await llm.sleep(1)
+            with monkeypatch.context() as broken:
+                broken.setattr(async_llm, "warm_up", lambda *_: raise_out_of_memory(torch.device("cpu")))
+                with pytest.raises(torch.OutOfMemoryError):
+                    await llm.wake_up()
+            assert llm._engine_thread.ended and rig.driver.taken_bytes == 0, "no thread may use them any more"
+            with pytest.raises(EngineClosed, match="asleep"):
+                await tokens()
+            await llm.wake_up()
+            assert await tokens() == expected and llm._engine_thread.open().kept is kept
 
     asyncio.run(run())
 
