@@ -364,7 +364,7 @@ def _tensors_over(model: nn.Module, addresses: Container[int], device: torch.dev
         if one.device == device and one.layout == torch.strided:
             address = one.untyped_storage().data_ptr()
             if address in addresses:
-                found[address].append((one, one.storage_offset()))
+                found[address].append((one, int(one.storage_offset())))
     return found
 
 

@@ -59,12 +59,6 @@ def mlps(model: Any, rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-@pytest.mark.usefixtures("cache")
 def test_bytes_addresses_and_a_captured_graph_survive_sleeps() -> None:
     model = tiny("llama", **LARGE).to(DEVICE)
     expected, right, before = content(model), logits(model), free_bytes()
@@ -102,7 +96,6 @@ def test_bytes_addresses_and_a_captured_graph_survive_sleeps() -> None:
     del graph, captured, model, weights
 
 
-@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("form", ["float32", "awq"])
 def test_an_engine_sleeps_and_wakes_up_with_the_same_tokens(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "model"
