@@ -98,7 +98,7 @@ gpu:  ## the tests, and the figures, that need a CUDA device
 	run() { timeout -s INT -k 20 "$$1" "$$python" -P -m pytest -q -m gpu --durations=5 $$2 || status=1; }; \
 	status=0; \
 	run 170 "$$jobs $(GPU_TESTS)"; \
-	run 45 "$(GPU_ALONE)"; \
+	run 60 "$(GPU_ALONE)"; \
 	"$$python" -P -m benchmarks.gpu --budget-s $(GPU_BUDGET_S) --results "$(GPU_RESULTS)" || status=1; \
 	exit $$status
 

@@ -350,6 +350,10 @@ class AsyncLLM(AsyncCalls):
             try:
                 self._go_on() if self._manager.is_suspended else self._build()
             except BaseException:
+                if not self._manager.is_suspended:  # else no engine came to be
+                    self._engine_thread.end()
+                    self._engine_thread.join()
+                    self._engine_thread.may_wake = True
                 if self._kept is not None:
                     self._kept.sleep(self._kept.level)
                 raise

@@ -210,7 +210,7 @@ def arena_of(model: Any, config: EngineConfig, plan: MemoryPlan, faults: Collect
     elif plan.host_copy_bytes:
         try:
             return ArenaWeights.of(model, torch.device(plan.device), partial(lease_host_copy, config, plan))
-        except (AllocatorError, NotEnoughMemory) as error:
+        except (AllocatorError, NotEnoughMemory, RuntimeError) as error:  # RuntimeError: torch's
             why = error
     log.info("%s is loaded again after a sleep: %s", plan.model, why)
     return None

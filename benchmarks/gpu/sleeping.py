@@ -32,34 +32,32 @@ ROUNDS = 5
 def measure(bench: Bench) -> Iterator[Item]:
     """Times of sleeps of level 1, the memory that is free then, and the first token after waking against one awake."""
     samples: dict[str, list[float]] = {name: [] for name in ("sleep", "wake", "first", "warm", "free", "fill")}
-    size = asyncio.run(_rounds(bench, samples))
-    bench.clean()
+    options: dict[str, Any] = {
+        "device": "cuda:0" if bench.clock.cuda else "cpu", "kv_memory": min(GIB, bench.scale.kv_bytes), "share": False,
+        "prefix_caching": False, "max_step_tokens": 8192,
+    }  # fmt: skip
+    size = _weights_alone(bench, options, samples["fill"])
     if size is None:
         yield unmeasured("wake_first", "the weights cannot sleep here: the log says why")
         return
-    ratios = [first / statistics.median(samples["warm"]) for first in samples["first"]]
-    yield bounded("wake_first", statistics.median(ratios), ratios)
-    for name, what in (("sleep", "a sleep"), ("wake", "waking"), ("fill", "weights wake up alone")):
-        yield Figure(f"sleeping: {what}", statistics.median(samples[name]), "s", samples=samples[name])
-    free = [given / size for given in samples["free"]]
-    yield Figure("sleeping: memory given back / weights", statistics.median(free), "x", better="higher", samples=free)
+    yield Figure("sleeping: weights wake up alone", statistics.median(samples["fill"]), "s", samples=samples["fill"])
     if FROM_HOST in bench.known:
         shares = [size / s / 1e9 / bench.known[FROM_HOST] for s in samples["fill"]]
         name = "sleeping: weights wake up, share of one large pinned copy"
         yield Figure(name, statistics.median(shares), "x", better="higher", samples=shares)
     else:
         yield Unmeasured("sleeping: share of one large pinned copy", "that was not measured")
+    asyncio.run(_rounds(bench, options, samples))
+    bench.clean()
+    ratios = [first / statistics.median(samples["warm"]) for first in samples["first"]]
+    yield bounded("wake_first", statistics.median(ratios), ratios)
+    for name, what in (("sleep", "a sleep"), ("wake", "waking")):
+        yield Figure(f"sleeping: {what}", statistics.median(samples[name]), "s", samples=samples[name])
+    free = [given / size for given in samples["free"]]
+    yield Figure("sleeping: memory given back / weights", statistics.median(free), "x", better="higher", samples=free)
 
 
-async def _rounds(bench: Bench, samples: dict[str, list[float]]) -> int | None:
-    """The bytes that sleep; None if the model would be loaded again."""
-    options: dict[str, Any] = {
-        "device": "cuda:0" if bench.clock.cuda else "cpu", "kv_memory": min(GIB, bench.scale.kv_bytes), "share": False,
-        "prefix_caching": False, "max_step_tokens": 8192,
-    }  # fmt: skip
-    size = _weights_alone(bench, options, samples)
-    if size is None:
-        return None
+async def _rounds(bench: Bench, options: dict[str, Any], samples: dict[str, list[float]]) -> None:
     prompts = bench.prompts(ROUNDS + 2, bench.scale.prompt, seed=3)
     async with AsyncLLM(bench.saved_model, **options) as llm:
 
@@ -79,10 +77,9 @@ async def _rounds(bench: Bench, samples: dict[str, list[float]]) -> int | None:
             await llm.wake_up()
             samples["wake"].append(time.perf_counter() - began)
             samples["first"].append(await first_s(number + 1))
-    return size
 
 
-def _weights_alone(bench: Bench, options: dict[str, Any], samples: dict[str, list[float]]) -> int | None:
+def _weights_alone(bench: Bench, options: dict[str, Any], samples: list[float]) -> int | None:
     """Time the waking of weights without an engine. The bytes that sleep; None if the model would be loaded again."""
     engine = build(replace(EngineConfig.of(EngineArguments(model=bench.saved_model, **options)), sleeps=True))
     kept = engine.kept
@@ -92,7 +89,7 @@ def _weights_alone(bench: Bench, options: dict[str, Any], samples: dict[str, lis
     if kept is None or not kept.sleep(1) or kept.weights is None:
         return None
     for _ in range(ROUNDS):
-        samples["fill"].append(timed(partial(_fill, kept.weights)))
+        samples.append(timed(partial(_fill, kept.weights)))
         kept.weights.drop(1)
     size = kept.asleep_bytes
     kept.stays = False

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from math import nan
@@ -30,6 +32,7 @@ _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "lift_fresh")
 
 _failed: list[Any] = []  # failed captures: torch's pinned-memory allocator may still read them
+_idle: dict[torch.device, list[Any]] = defaultdict(list)  # streams of recorders that are gone, for the next ones
 
 Work = Callable[[], None]
 Record = Callable[[Work], Work]  # runs the work and returns a callable that repeats it
@@ -154,7 +157,9 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # one stream: libraries keep a workspace for each
+        # One stream, again for each engine that wakes up: libraries keep a workspace for each, for good
+        self._stream = _idle[device].pop() if _idle[device] else torch.cuda.Stream(device)
+        self._leaving = weakref.finalize(self, _idle[device].append, self._stream)
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -182,6 +187,7 @@ class CudaRecorder:
 
     def _clean_up(self, current: torch.cuda.Stream) -> None:
         """Clean up after a failed capture: torch leaves its stream current and its allocator waiting for the end."""
+        self._leaving.detach()
         torch.cuda.set_stream(current)
         with suppress(Exception):  # it has already ended
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)

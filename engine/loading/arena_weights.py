@@ -99,11 +99,12 @@ class ArenaWeights:
         with OnError(host.close):
             host.take()
             host.refuse_unpinned()
-            tensors = _tensors_over({address for stage in stages for address in stage.places}, device)
+            tensors = _tensors_over(model, {address for stage in stages for address in stage.places}, device)
             for stage in stages:
                 for address, (place, size) in stage.places.items():
                     host.bytes[place : place + size].copy_(_storage_bytes(tensors[address][0][0]))
             host.is_filled = True
+            trim(device)  # what torch keeps for later is no room for an arena
             arena = CudaArena(len(host.bytes) // extent_bytes, extent_bytes, index, driver=driver)
             weights = cls(arena, host, stages, device)
             with OnError(partial(weights._move_back, tensors)):
@@ -351,16 +352,19 @@ def _stages(model: nn.Module, device: torch.device) -> list[_Stage]:
     return stages
 
 
-def _tensors_over(addresses: Container[int], device: torch.device) -> Tensors:
+def _tensors_over(model: nn.Module, addresses: Container[int], device: torch.device) -> Tensors:
     """All tensors of this process over the storages that begin at `addresses`: also those that no module has, such as the
-    product of merged layers, and views that something keeps.
+    product of merged layers, and views that something keeps. The model's own are among them where the collector lists none,
+    as after `gc.freeze`.
     """
     found: Tensors = defaultdict(list)
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, nn.Parameter) and one.device == device and one.layout == torch.strided:
+    known = {id(one): one for one in weights_of(model)}
+    known |= {id(one): one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)}
+    for one in known.values():
+        if one.device == device and one.layout == torch.strided:
             address = one.untyped_storage().data_ptr()
             if address in addresses:
-                found[address].append((one, one.storage_offset()))
+                found[address].append((one, int(one.storage_offset())))
     return found
 
 

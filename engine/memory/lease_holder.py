@@ -18,6 +18,7 @@ from ...allocator.broker_client import BrokerClient
 from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ...allocator.lease import Lease
 from ...cache.geometry import PAGE_BYTES
+from ...common.host_memory import free_host_bytes
 from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ...monitor.cuda_devices import find_device
@@ -119,7 +120,7 @@ def acquire_lease(
         return acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
 
     what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
-    return _shared(config, plan, plan.model, acquired, (base + plan.min_kv_bytes, what))
+    return _shared(config, plan.model, acquired, (base + plan.min_kv_bytes, plan.free_bytes, what))
 
 
 def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharing | None:
@@ -140,13 +141,14 @@ def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharin
             lease.report({"weights": size}, 0)
             return lease
 
-    return _shared(config, plan, f"{plan.model}/copy", acquired, (size, what))
+    return _shared(config, f"{plan.model}/copy", acquired, (size, free_host_bytes(), what))
 
 
 def _shared(
-    config: EngineConfig, plan: MemoryPlan, model: str, acquired: Callable[[Watch, str], Lease], asked: tuple[int, str]
+    config: EngineConfig, model: str, acquired: Callable[[Watch, str], Lease], asked: tuple[int, int, str]
 ) -> Sharing | None:
-    """The lease that `acquired` makes under a name of `model`; `asked` is how many bytes, and what for.
+    """The lease that `acquired` makes under a name of `model`; `asked` is how many bytes, of how many that are free, and for
+    what.
 
     None and raises as `acquire_lease`.
     """
@@ -163,7 +165,7 @@ def _shared(
             sharing = Sharing(watched, acquired(watched, name), name)
             return sharing
     except LeaseRefused as error:
-        raise NotEnoughMemory(asked[0], plan.free_bytes, asked[1], f"the broker of the device says: {error}") from error
+        raise NotEnoughMemory(*asked, f"the broker of the device says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None
@@ -223,7 +225,8 @@ def _registered(watched: Watch, own: Collection[str], **terms: Any) -> Lease:
                 for one in others
                 if one.device_uuid == terms["device_uuid"] and not (one.pid == os.getpid() and one.name in own)
             ]
-            loading = [one.name for one in here if not one.held.get("kv")]
+            # A copy of weights has no KV either, but holds all that it was granted
+            loading = [one.name for one in here if not one.held.get("kv") and sum(one.held.values()) < one.granted_bytes]
             if not loading or time.monotonic() > deadline:
                 raise
             log.info("waiting for %s, which are loading and may need less afterwards", ", ".join(loading))

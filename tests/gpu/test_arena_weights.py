@@ -51,29 +51,32 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(1, 20, device=DEVICE)[None], use_cache=False).logits.clone()
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@torch.no_grad()
+def mlps(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What a CUDA graph can hold: transformers' masks cannot be captured."""
+    for layer in model.model.layers:
+        rows = rows + layer.mlp(rows)
+    return rows
 
 
-@pytest.mark.usefixtures("cache")
 def test_bytes_addresses_and_a_captured_graph_survive_sleeps() -> None:
     model = tiny("llama", **LARGE).to(DEVICE)
     expected, right, before = content(model), logits(model), free_bytes()
     weights = ArenaWeights.of(model, DEVICE)
     assert abs(before - free_bytes()) < NOISE + 128 * MIB, "they are held once"
     assert all(torch.equal(a, b) for a, b in zip(content(model), expected, strict=True)) and torch.equal(logits(model), right)
-    at, ids = places(model), torch.arange(1, 20, device=DEVICE)[None]
-    stream = torch.cuda.Stream(DEVICE)
-    with torch.cuda.stream(stream), torch.inference_mode():
-        model(input_ids=ids, use_cache=False)
+    at, rows, stream = places(model), torch.rand(4, LARGE["hidden_size"], device=DEVICE), torch.cuda.Stream(DEVICE)
+    torch.cuda.synchronize(DEVICE)
+    with torch.cuda.stream(stream):
+        products = mlps(model, rows)
     torch.cuda.synchronize(DEVICE)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream), torch.inference_mode():
-        captured = model(input_ids=ids, use_cache=False).logits
-    levels = [1, 1, 1]
+    with torch.cuda.graph(graph, stream=stream):
+        captured = mlps(model, rows)
+    levels = [1, 1]
     try:
         weights.drop(2)
+        weights.fill()
         levels = [2, 1, 2]
     except OSError as error:
         print(f"level 2 is left out: {error}")
@@ -82,18 +85,17 @@ def test_bytes_addresses_and_a_captured_graph_survive_sleeps() -> None:
         weights.drop(level)  # type: ignore[arg-type]
         weights.drop(level)  # type: ignore[arg-type]
         asleep = free_bytes()
-        assert weights.uncounted_bytes == 0 and (asleep - awake > weights.num_bytes - NOISE or level == levels[0])
+        assert weights.uncounted_bytes == 0 and asleep - awake > weights.num_bytes - NOISE
         weights.fill()
         assert torch.equal(logits(model), right), "each layer waits for its own copy"
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize(DEVICE)
-        assert torch.allclose(captured, right, rtol=1e-3, atol=1e-3 * float(right.abs().max())) and places(model) == at
+        assert torch.allclose(captured, products, rtol=1e-3, atol=1e-3 * float(products.abs().max())) and places(model) == at
         assert all(torch.equal(a, b) for a, b in zip(content(model), expected, strict=True))
     del graph, captured, model, weights
 
 
-@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("form", ["float32", "awq"])
 def test_an_engine_sleeps_and_wakes_up_with_the_same_tokens(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "model"
@@ -102,7 +104,7 @@ def test_an_engine_sleeps_and_wakes_up_with_the_same_tokens(tmp_path: Path, form
     else:
         tiny("llama", **LARGE).save_pretrained(folder)
     dtype = "float32" if form == "float32" else "bfloat16"
-    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "kv_memory": "64MiB", "share": False}
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "kv_memory": "64MiB", "max_seqs": 4, "share": False}
     before = free_bytes()
 
     async def run() -> None:
@@ -110,6 +112,7 @@ def test_an_engine_sleeps_and_wakes_up_with_the_same_tokens(tmp_path: Path, form
             expected = [one.token_ids for one in await llm.generate(PROMPTS, GREEDY)]
             kept, graphs = llm._engine_thread.open().kept, (await llm.stats())["cuda_graphs"]
             assert kept is not None and kept.uncounted_bytes == kept.asleep_bytes >= llm.facts.weights_bytes
+            del kept  # it would hold what is let go where a file cannot be made
             for level in (1, 2, 1):
                 await llm.sleep(level)  # type: ignore[arg-type]
                 assert before - free_bytes() < NOISE + 512 * MIB, "a context, and cuBLAS's workspaces"

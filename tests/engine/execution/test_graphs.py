@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from families import FAMILIES, VOCAB, tiny
 from tape import Tape, recorder
 
 from pagetide.engine.execution.graph_sizes import SIZES, sizes_for
-from pagetide.engine.execution.graphs import CannotBeCaptured, DecodeGraphs
+from pagetide.engine.execution.graphs import CannotBeCaptured, CudaRecorder, DecodeGraphs
 from pagetide.engine.execution.transfers import Upload
 from pagetide.scheduler.request import Sampling
 
@@ -147,3 +149,18 @@ def test_sizes() -> None:
         graphs.add(size)
     assert [graphs.size_for(n) for n in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, None]
     assert graphs.sizes == (2, 8)
+
+
+def test_a_recorder_has_the_stream_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of graphs that are in use: a library's workspace belongs to its stream."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr("pagetide.engine.execution.graphs._idle", defaultdict(list))
+    device = torch.device("cuda", 0)
+    one, other = CudaRecorder(device), CudaRecorder(device)
+    stream = one._stream
+    assert other._stream is not stream
+    del one
+    third, elsewhere = CudaRecorder(device), CudaRecorder(torch.device("cuda", 1))
+    assert third._stream is stream and elsewhere._stream not in (stream, other._stream)

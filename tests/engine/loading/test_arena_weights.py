@@ -20,11 +20,12 @@ from torch import nn
 
 from pagetide import AsyncLLM, EngineClosed, SamplingParams
 from pagetide.allocator.errors import AllocatorError, DriverError
-from pagetide.engine import executor
+from pagetide.engine import async_llm, executor
 from pagetide.engine.errors import NotEnoughMemory
 from pagetide.engine.layers.merged_linears import MergedLinears
 from pagetide.engine.layers.quantization import QuantizedWeight
 from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight
+from pagetide.engine.loading import arena_weights
 from pagetide.engine.memory import planning
 
 
@@ -65,6 +66,18 @@ def test_what_was_unmapped_is_there_again(rig: Rig, level: int) -> None:
         assert torch.equal(rig.logits(), expected) and rig.content() == content and rig.places() == places
         assert torch.equal(rig.model.view, view) and rig.leased == [weights.num_bytes]
         assert not rig.hooks(), "each waits once"
+
+
+def test_weights_move_that_the_collector_does_not_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists nothing that was there at a `gc.freeze`."""
+    expected = rig.logits()
+    with monkeypatch.context() as frozen:
+        frozen.setattr(gc, "get_objects", list)
+        weights = rig.sleepers()
+    assert all(rig.within(place) for place in rig.places())
+    weights.drop(1)
+    weights.fill()
+    assert torch.equal(rig.logits(), expected)
 
 
 def test_a_layer_waits_for_its_own_copy_alone(rig: Rig) -> None:
@@ -184,21 +197,40 @@ def test_an_engine_sleeps_and_wakes_with_its_weights_in_an_arena(
                 await llm.wake_up()
                 assert await tokens() == expected and llm._engine_thread.open().kept is kept
                 assert llm._manager.open().plan.host_copy_bytes == kept.asleep_bytes
+            await llm.sleep(1)
+            with monkeypatch.context() as broken:
+                broken.setattr(async_llm, "warm_up", lambda *_: raise_out_of_memory(torch.device("cpu")))
+                with pytest.raises(torch.OutOfMemoryError):
+                    await llm.wake_up()
+            assert llm._engine_thread.ended and rig.driver.taken_bytes == 0, "no thread may use them any more"
+            with pytest.raises(EngineClosed, match="asleep"):
+                await tokens()
+            await llm.wake_up()
+            assert await tokens() == expected and llm._engine_thread.open().kept is kept
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("why", ["no room", "faults", "refused"])
-def test_where_weights_cannot_sleep_the_log_says_why(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None:
+def raise_out_of_memory(device: torch.device) -> None:
+    raise torch.OutOfMemoryError("a fault of the device")
+
+
+@pytest.mark.parametrize("why", ["no room", "faults", "refused", "torch"])
+def test_where_weights_cannot_sleep_the_log_says_why(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     """The model is as it was, and is loaded again after a sleep."""
     plan: Any = SimpleNamespace(model="demo", device="cpu", host_copy_bytes=0 if why == "no room" else 1)
     config: Any = SimpleNamespace(sleeps=True, share=False)
     if why == "refused":
         rig.driver.foreign_bytes = rig.driver.total_bytes
+    if why == "torch":
+        monkeypatch.setattr(arena_weights, "trim", raise_out_of_memory)
     with caplog.at_level(logging.INFO, "pagetide.engine.executor"):
         assert executor.arena_of(rig.model, config, plan, ["pool", "triton"] if why == "faults" else []) is None
     (record,) = caplog.records
     said = {"no room": "more than half of the host's", "faults": "pool failed in the device's", "refused": "asked for"}
+    said["torch"] = "a fault of the device"
     assert record.getMessage().startswith("demo is loaded again after a sleep: ") and said[why] in record.getMessage()
     caplog.clear()
     config.sleeps = False

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from pagetide import LLM, SamplingParams
+from pagetide.allocator.errors import MinimumsExceedCapacity
 from pagetide.allocator.host_arena import HostArena
+from pagetide.engine.errors import NotEnoughMemory
+from pagetide.engine.memory import lease_holder
 from pagetide.engine.memory.lease_holder import LeaseHolder, release_name, take_name
 
 MIB = 1 << 20
@@ -41,6 +46,39 @@ def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pyt
         for holder in (first, second, elsewhere):
             holder.close()
         arena.close()
+
+
+def test_a_copy_that_is_refused_says_what_the_host_has_and_waits_for_no_other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an engine that is loading may need less later."""
+    there, waited = {"loading": {}, "other/copy": {"weights": 100}}, list[float]()
+
+    class Client:
+        def __init__(self, socket: object) -> None:
+            self.held = there.copy()
+
+        def leases(self) -> list[Any]:
+            of = {"device_uuid": "host", "pid": 0, "granted_bytes": 100}
+            return [SimpleNamespace(name=name, held=held, **of) for name, held in self.held.items()]
+
+    def refuse(*_: object, **terms: object) -> Any:
+        raise MinimumsExceedCapacity("too much")
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        there.pop("loading")
+
+    watched = SimpleNamespace(directory=SimpleNamespace(socket=""), close=lambda: None)
+    monkeypatch.setattr(lease_holder, "watch", lambda: watched)
+    monkeypatch.setattr(lease_holder, "device_info", lambda *_: SimpleNamespace(uuid="host"))
+    monkeypatch.setattr(lease_holder, "free_host_bytes", lambda: 7)
+    monkeypatch.setattr(lease_holder, "BrokerClient", Client)
+    monkeypatch.setattr(lease_holder.Lease, "register", refuse)
+    monkeypatch.setattr(lease_holder, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    config: Any = SimpleNamespace(share=True)
+    plan: Any = SimpleNamespace(model="demo", free_bytes=9)
+    with pytest.raises(NotEnoughMemory, match="too much") as raised:
+        lease_holder.lease_host_copy(config, plan, 100)
+    assert (raised.value.asked_bytes, raised.value.free_bytes, len(waited)) == (100, 7, 1)
 
 
 def test_an_engine_has_the_name_of_its_model_again_after_another_of_that_name_has_ended() -> None:
