@@ -938,6 +938,8 @@ INLINE Vec scaled(const LinearArgs& args, const T* x, int64_t i) {
   return args.in_scales ? load_some(x + i, left) * load_some(args.in_scales + i, left) : load_some(x + i, left);
 }
 
+constexpr float kTiny = 1e-36f;  // values up to this become zeros: 127 over a smaller one may be infinite
+
 // Values first .. end of a row of x, from a multiple of the lanes on, in steps of 1 / 127 of the largest one: integers from -127
 // to 127, and floats with them.
 struct Steps {
@@ -953,7 +955,7 @@ struct Steps {
       finite &= size <= 3.4028235e38f;
     }
     const bool good = largest(select(finite, Vec{}, broadcast(1.f))) == 0.f;
-    const float top = largest(most), factor = top > 0.f && good ? 127.f / top : 0.f;
+    const float top = largest(most), factor = top > kTiny && good ? 127.f / top : 0.f;
     step = good ? top / 127.f : __builtin_nanf("");
     for (int64_t i = first; i < end; i += kLanes) {
       const Vec shifted = (good ? scaled(args, x, i) : Vec{}) * factor + 12582912.f;  // 1.5 * 2^23: rounds to an integer
@@ -1022,7 +1024,9 @@ static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
 }
 
 // Of rows as they are multiplied: of prepared ones, `row_bytes` apart, if they are rounded to integers.
-static void sum_rows(const LinearArgs& args, int64_t row_bytes, float* sums) {
+static void sum_rows(const LinearArgs& of, int64_t row_bytes, float* sums) {
+  LinearArgs args = of;
+  if (args.rows_in_int8) args.in_scales = nullptr;  // which prepared rows were multiplied by
   for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, row_bytes, sums](int64_t r) {
     float* to = sums + r * num_groups(args);
     if (args.rows_in_int8) {

@@ -133,6 +133,10 @@ def check_rounded_groups(weight, x):
         right = quantized_rows(inputs.float(), weight.group).double() @ replace(weight, order=None).dequantized().double().T
         assert_near(out, right, x.dtype, 1000 if x.dtype == torch.float32 else 4)  # a value may lie between two steps
         assert torch.equal(out[-1:], packed.product(x[-1:], None))
+        if x.dtype == torch.float32:
+            factors, in_order = torch.linspace(0.5, 2, x.shape[1]), replace(packed, order=None)
+            scaled = replace(in_order, in_scales=factors).product(inputs, None)
+            assert torch.equal(scaled, in_order.product(inputs * factors, None))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -307,6 +311,19 @@ def test_a_nan_stays_in_its_row():
         out = product(x, packed, INT8, 40, None, torch.rand(40), 0, None, rows_in_int8)
         bad = ~out.isfinite().all(1)
         assert bad.nonzero().flatten().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("kind", "group"), [(INT8, 0), (INT8, 16), (INT4, 32)])
+def test_rows_of_tiny_values_are_finite(kind, group):
+    """127 over their largest value is not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((4, 64), generator=generator) * torch.tensor([[1e-37], [1e-39], [1e-44], [1.0]])
+    weight = torch.randint(-8, 8, (40, 64), generator=generator, dtype=torch.int8)
+    packed = torch.ops.pagetide.pack_weight(weight, kind)
+    scales = torch.ones((64 // group, 40) if group else 40)
+    out = product(x, packed, kind, 40, None, scales, group, None, True)
+    assert (out[:3].abs() < 1e-33).all()
+    assert torch.equal(out[3:], product(x[3:], packed, kind, 40, None, scales, group, None, True))
 
 
 def test_sizes_that_overflow_are_refused():
