@@ -168,6 +168,9 @@ class FakeRunner:
                     if slot * self.block_size >= start:
                         self._poison(plan, self.tables[number, row, [slot]])
         self._fresh(mapped["mapped"])
+        if (back := None if plan.swaps is None else plan.swaps.back) is not None and plan.reads:
+            self._copy(back.sources, back.targets)
+            plan = replace(plan, swaps=replace(plan.swaps, back=None))
         for read in plan.reads:
             assert UNMAPPED not in self.pool[read.blocks], "what was read goes to memory that is gone"
             self.pool[read.blocks] = read.data

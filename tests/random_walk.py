@@ -57,8 +57,8 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
-    a host or a disk tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail;
-    and whether all layers read all tokens, there are groups with windows, or layers with states too.
+    a host or a disk tier too, of odd seeds both; whether plans and results alternate or steps are planned ahead; whether chunks
+    and copies fail; and whether all layers read all tokens, there are groups with windows, or layers with states too.
     Invariants are checked in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults, layers = variant.split("-")
@@ -78,6 +78,8 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     bounded = kept != "bare" and apart.random() < 0.5
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
     disk = FakeDisk(np.random.default_rng((seed, 2))) if kept == "disk" else None
+    if disk is not None and seed % 2:
+        shape["host_slots"] = _slots(np.random.default_rng((seed, 3)), "host")
     return _walk(
         rng, events, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
         faults=faults == "faulty", check_every=check_every, look=look, layers=layers,
