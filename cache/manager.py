@@ -237,9 +237,9 @@ class CacheManager:
 
     def bytes_of(self, chain: Chain, num_tokens: int) -> Int32:
         """Where the bytes of the blocks of the first `num_tokens` tokens of `chain` lie between two steps, as far as they are
-        found: in a block, or, below 0, in that slot of the host tier. None of layers that do not read all tokens.
+        found: in a block, or, below 0, in that slot of the host tier. None where some layers have windows or states.
         """
-        if self.row_tables.others or self.row_tables.num_tables > 1:
+        if self.row_tables.window_groups:
             return self._bytes_at[:0]
         hit = self.index.lookup(chain, num_tokens)
         leaving = self.host.leaving(hit.slots)

@@ -348,7 +348,7 @@ class SchedulerState:
         waiting.requeue_deferred()
         for sequence in list(self.by_id.values()):
             sequence.chain = cache.chain(sequence.tokens, sequence.request.cache_salt)
-            sequence.read = None
+            sequence.read, sequence.refusal = None, 0  # of the other's decisions
             self.stats.recomputed_tokens += sequence.computed  # reduced on admission by what is found
             known, most = len(sequence.tokens), self.rows.tokens.shape[1]
             if known >= most or cache.blocks_for(known) > cache.pool.capacity:
@@ -570,7 +570,7 @@ class SchedulerState:
         sequence.tokens = self.tokens_of(source)
         sequence.chain = self.cache.chain(sequence.tokens, sequence.request.cache_salt)
         sequence.leader, sequence.shares = source, len(sequence.tokens)
-        sequence.computed = 0
+        sequence.computed, sequence.kept = 0, None
 
     def _commit(self, sequence: Sequence, row: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""
