@@ -350,9 +350,16 @@ class SchedulerState:
             sequence.chain = cache.chain(sequence.tokens, sequence.request.cache_salt)
             sequence.read, sequence.refusal = None, 0  # of the other's decisions
             self.stats.recomputed_tokens += sequence.computed  # reduced on admission by what is found
+            self._open_pin(sequence.request)
             known, most = len(sequence.tokens), self.rows.tokens.shape[1]
             if known >= most or cache.blocks_for(known) > cache.pool.capacity:
                 self.end(sequence, "length")
+
+    def _open_pin(self, request: Request) -> None:
+        """Begin the pin of `request`, if it asks for one, and there is room for it beside those that are here."""
+        num_blocks = len(request.prompt_token_ids) // self.cache.block_size
+        if request.pin and num_blocks <= self.most_pinned - self.cache.pins.num_promised:
+            self.cache.pins.open(request.pin, num_blocks)
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""

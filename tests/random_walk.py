@@ -5,8 +5,8 @@ caching, prompts begin alike, some with what another request has generated; in h
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
 has no memory. With a disk tier some prompts are read. Of half the seeds all requests are suspended now and then. Where all
 layers read all tokens, some cached prefixes are pinned. With groups, some layers read only a part of each sequence. Ahead, a
-step is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are deferred
-and some copies fail.
+step is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are
+deferred and some copies fail.
 """
 
 from __future__ import annotations
