@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..allocator.blocks import BlockIds
 from .block_table import BlockCopies, Int32
@@ -81,6 +82,7 @@ class HostTier:
         self._is_read = np.zeros(capacity + 1, np.bool_)
         self._freed: list[Int32] = []
         self._back: list[tuple[Int32, Int32]] = []
+        self._put: list[Int32] = []
         self._give_all()
 
     def _give_all(self) -> None:
@@ -167,6 +169,15 @@ class HostTier:
             self._is_read[slots] = True
         (self._reads if keeps else self._ins).append((slots, blocks))
 
+    def note_put(self, blocks: BlockIds) -> None:
+        """The next plan puts bytes from elsewhere into `blocks`, behind its copies out that are done before its chunks."""
+        self._put.append(blocks)
+
+    def are_put(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Into which of `blocks` the next plan puts bytes from elsewhere: it cannot copy these out."""
+        are_put: npt.NDArray[np.bool_] = np.isin(blocks, np.concatenate([_NONE, *self._put]))
+        return are_put
+
     def owed(self, blocks: BlockIds) -> Int32:
         """Slots to which the next plan copies one of `blocks`."""
         return np.flatnonzero(np.isin(self._leaving, blocks) & (self._leaving != 0)).astype(np.int32)
@@ -182,12 +193,14 @@ class HostTier:
     def take_swaps(self, alone: bool = True) -> Swaps | None:
         """The copies of the plan that is being made, or None.
 
-        Unless `alone`, the plan moves blocks or extents as well; then all copies out are done before its chunks.
+        Unless `alone`, the plan moves blocks or extents as well; then all copies out are done before its chunks. So they are if
+        it puts bytes into blocks, which may be those that are copied out.
         """
+        put, self._put = self._put, []
         if not (self._any_leaving or self._ins or self._reads):
             return None
         out_slots = np.flatnonzero(self._leaving).astype(np.int32)
-        beside = self._beside[out_slots] & (alone and not self._back)
+        beside = self._beside[out_slots] & (alone and not self._back and not put)
         out_slots = np.concatenate((out_slots[~beside], out_slots[beside]))
         out_blocks = self._leaving[out_slots]
         self._leaving[out_slots] = 0

@@ -237,9 +237,9 @@ class CacheManager:
 
     def bytes_of(self, chain: Chain, num_tokens: int) -> Int32:
         """Where the bytes of the blocks of the first `num_tokens` tokens of `chain` lie between two steps, as far as they are
-        found: in a block, or, below 0, in that slot of the host tier. None of layers that do not read all tokens.
+        found: in a block, or, below 0, in that slot of the host tier. None where some layers have windows or states.
         """
-        if self.row_tables.others or self.row_tables.num_tables > 1:
+        if self.row_tables.window_groups:
             return self._bytes_at[:0]
         hit = self.index.lookup(chain, num_tokens)
         leaving = self.host.leaving(hit.slots)
@@ -271,6 +271,7 @@ class CacheManager:
         if (groups and extension.waits) or np.isin(blocks[0], copied).any():
             return extension
         if not groups:
+            self.host.note_put(blocks[0][0])
             put = BlockBytes(blocks[0][0], data[start - first :])
             return replace(extension, num_computed=upto * self.block_size, read=put)
         begun = self.row_tables.begin_at(row, start, upto, copied, self.swapping)
@@ -282,6 +283,7 @@ class CacheManager:
         tables = merged([extension.tables, begun[1], self.commit(row, chain, upto * self.block_size)])
         targets = np.concatenate([of_group.ravel() for of_group in blocks])
         held = self.pool.references(targets) > 0  # the others were there already
+        self.host.note_put(targets[held])
         put, copies = BlockBytes(targets[held], data[held]), None  # the state is read, and not copied
         return replace(extension, tables=tables, copies=copies, num_computed=upto * self.block_size, read=put)
 

@@ -307,13 +307,14 @@ class Swapping:
 
     def _worth_of_states(self, window: WindowBlocks, nodes: Nodes) -> Mask:
         """Which of `nodes`, on the device, have states that are worth demoting. A state takes the copies of all its blocks, and
-        saves the tokens behind the state before it.
+        saves the tokens behind the state before it. The plan that puts one there cannot copy it out.
         """
         saved = np.array([self.index.blocks_saved(window, node) for node in nodes.tolist()], float)
         cost = window.group.num_tables * self.host.copy_share
         least = np.full(len(nodes), np.inf)
         np.divide(cost, saved - cost, out=least, where=saved > cost)
-        return self.demotion.worth(self.index.blocks.of_node[nodes], least)
+        are_put = self.host.are_put(window.blocks_of(nodes)).any(axis=0)
+        return self.demotion.worth(self.index.blocks.of_node[nodes], least) & ~are_put
 
     def _take_slots(self, n: int, hit: PrefixHit | None = None) -> Int32:
         """Take up to `n` slots, evicting slots other than those of `hit` if needed; none if demoting is not worth it."""

@@ -99,12 +99,11 @@ class AsyncLLM(AsyncCalls):
         engine, recorder = self._manager.built(self._kept)
         try:
             thread.ask(thread.go_on, engine, recorder)
-        except EngineClosed:  # it was stopped meanwhile
+        except BaseException:  # it was stopped meanwhile, say
             if recorder is not None:
                 recorder.close()
             engine.close()
             raise
-        warm_up(self.config.warm_prompts, thread, self._manager)
 
     @explains_arguments("AsyncLLM.stream")
     def stream(

@@ -63,7 +63,7 @@ def _check_pin(state: SchedulerState, request: Request) -> None:
     cache, size, token_ids = state.cache, state.cache.block_size, request.prompt_token_ids
     if not cache.index.capacity:
         raise RequestRejected("a pin holds blocks of the prefix cache, which is off: leave prefix_caching on")
-    if cache.row_tables.others:
+    if cache.row_tables.window_groups:
         raise RequestRejected("a pin needs layers that all read all tokens, and this model has layers with windows or states")
     if (num_blocks := len(token_ids) // size) < 1:
         raise RequestRejected(f"a pin holds full blocks of {size} tokens, and the prefix has {len(token_ids)}")

@@ -170,14 +170,15 @@ class Scheduler:
         most_blocks = 0 if read is None else self.cache.host.num_slots
         state.plans.check_turn()
         state.end_aborted()
-        preempt(state, list(state.by_row.values()))
+        if state.by_row:
+            preempt(state, list(state.by_row.values()))
         kept: list[tuple[Sequence, Index]] = []
         for sequence in sorted(state.by_id.values()):
             places = self.cache.bytes_of(sequence.chain, min(sequence.computed, sequence.sharable)).tolist()
             new = list(dict.fromkeys(place for place in places if place not in store))[: most_blocks - len(store)]
             store.update(zip(new, range(len(store), len(store) + len(new)), strict=True))
             known = [store[place] for place in itertools.takewhile(store.__contains__, places)]
-            if known:
+            if known and (sequence.kept is None or len(known) > len(sequence.kept.places)):
                 kept.append((sequence, np.array(known, np.int64)))
         if not kept or read is None:
             return

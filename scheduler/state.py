@@ -348,11 +348,18 @@ class SchedulerState:
         waiting.requeue_deferred()
         for sequence in list(self.by_id.values()):
             sequence.chain = cache.chain(sequence.tokens, sequence.request.cache_salt)
-            sequence.read = None
+            sequence.read, sequence.refusal = None, 0  # of the other's decisions
             self.stats.recomputed_tokens += sequence.computed  # reduced on admission by what is found
+            self._open_pin(sequence.request)
             known, most = len(sequence.tokens), self.rows.tokens.shape[1]
             if known >= most or cache.blocks_for(known) > cache.pool.capacity:
                 self.end(sequence, "length")
+
+    def _open_pin(self, request: Request) -> None:
+        """Begin the pin of `request`, if it asks for one, and there is room for it beside those that are here."""
+        num_blocks = len(request.prompt_token_ids) // self.cache.block_size
+        if request.pin and num_blocks <= self.most_pinned - self.cache.pins.num_promised:
+            self.cache.pins.open(request.pin, num_blocks)
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""
@@ -570,7 +577,7 @@ class SchedulerState:
         sequence.tokens = self.tokens_of(source)
         sequence.chain = self.cache.chain(sequence.tokens, sequence.request.cache_salt)
         sequence.leader, sequence.shares = source, len(sequence.tokens)
-        sequence.computed = 0
+        sequence.computed, sequence.kept = 0, None
 
     def _commit(self, sequence: Sequence, row: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""

@@ -403,7 +403,8 @@ class ModelRegistry:
                 while model.is_used and not model.can_serve:
                     try:
                         await self._until_room(model)
-                        await self._brought(model)
+                        if model.is_used:
+                            await self._brought(model)
                     except _NoRoomYet:
                         continue
                     except _NotWanted:
@@ -416,6 +417,9 @@ class ModelRegistry:
             async with model.change():
                 if not model.can_serve:
                     await self._ends(model, 0.0, "turn")
+        finally:
+            if not model.is_used:
+                model.returns_at = None
 
     async def _until_room(self, model: ServedModel) -> None:
         """Wait until another model falls idle or leaves, or busy ones make way. Others are looking for room meanwhile."""

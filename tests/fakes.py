@@ -168,6 +168,9 @@ class FakeRunner:
                     if slot * self.block_size >= start:
                         self._poison(plan, self.tables[number, row, [slot]])
         self._fresh(mapped["mapped"])
+        if (back := None if plan.swaps is None else plan.swaps.back) is not None and plan.reads:
+            self._copy(back.sources, back.targets)
+            plan = replace(plan, swaps=replace(plan.swaps, back=None))
         for read in plan.reads:
             assert UNMAPPED not in self.pool[read.blocks], "what was read goes to memory that is gone"
             self.pool[read.blocks] = read.data
@@ -449,22 +452,27 @@ class World:
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
-        pool = BlockAllocator(usable + 1, blocks_per_extent=blocks_per_extent, mapped=mapped if blocks_per_extent else None)
-        self.cache = CacheManager(
-            tables_for(groups, pool, block_size, max_seqs, max_model_len),
-            PrefixHasher(block_size, b"seed") if caching else None,
-            max_cached_blocks=max_cached,
-            host_slots=host_slots,
-        )
-        if disk is not None and groups and groups[0].window is None:  # others keep nothing on disk
-            self.cache.disk, disk.groups = disk, self.cache.index.windows.groups
-        self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
-        self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))
-        self.runner = FakeRunner(
-            usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped,
-            host_slots=host_slots, groups=groups,
-        )  # fmt: skip
+
+        def made() -> tuple[CacheManager, Scheduler, FakeRunner]:
+            pool = BlockAllocator(usable + 1, blocks_per_extent=blocks_per_extent, mapped=mapped if blocks_per_extent else None)
+            cache = CacheManager(
+                tables_for(groups, pool, block_size, max_seqs, max_model_len),
+                PrefixHasher(block_size, b"seed") if caching else None,
+                max_cached_blocks=max_cached,
+                host_slots=host_slots,
+            )
+            if disk is not None and groups and groups[0].window is None:  # others keep nothing on disk
+                cache.disk, disk.groups = disk, cache.index.windows.groups
+            runner = FakeRunner(
+                usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped,
+                host_slots=host_slots, groups=groups,
+            )  # fmt: skip
+            return cache, Scheduler(cache, limits, cost or SwapCost(1, block_size)), runner
+
+        self._made = made
+        self.now = 0.0
+        self.cache, self.scheduler, self.runner = made()
         self.rng = np.random.default_rng(0)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Finished] = {}
@@ -527,6 +535,16 @@ class World:
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]
         return plan
+
+    def nap(self, keeps: bool = True) -> None:
+        """Suspend all requests between two steps, and go on with another pool, with what was kept or without."""
+        old, runner = self.scheduler, self.runner
+        old.suspend(lambda places: np.stack([runner.pool[at] if at > 0 else runner.host[-at] for at in places.tolist()]))
+        self.cache, self.scheduler, self.runner = self._made()
+        for name in ("faults", "faulty", "fail", "first_starts"):
+            setattr(self.runner, name, getattr(runner, name))
+        self.scheduler.take_over(old, keeps=keeps)
+        self.check()
 
     def due(self) -> Plan:
         """The plan whose result comes next: the one that was planned ahead, or a new one."""

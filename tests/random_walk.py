@@ -3,9 +3,10 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. With a disk tier some prompts are read. Where all layers read all tokens, some cached prefixes are pinned. With
-groups, some layers read only a part of each sequence. Ahead, a step is mostly planned while the one before is out, and anything
-may happen in between. In a faulty walk some chunks are deferred and some copies fail.
+has no memory. With a disk tier some prompts are read. Of half the seeds all requests are suspended now and then. Where all
+layers read all tokens, some cached prefixes are pinned. With groups, some layers read only a part of each sequence. Ahead, a
+step is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are
+deferred and some copies fail.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
-    a host or a disk tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail;
-    and whether all layers read all tokens, there are groups with windows, or layers with states too.
+    a host or a disk tier too, of odd seeds both; whether plans and results alternate or steps are planned ahead; whether chunks
+    and copies fail; and whether all layers read all tokens, there are groups with windows, or layers with states too.
     Invariants are checked in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults, layers = variant.split("-")
@@ -78,8 +79,11 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     bounded = kept != "bare" and apart.random() < 0.5
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
     disk = FakeDisk(np.random.default_rng((seed, 2))) if kept == "disk" else None
+    if disk is not None and seed % 2:
+        shape["host_slots"] = _slots(np.random.default_rng((seed, 3)), "host")
+    naps = np.random.default_rng((seed, 4)) if seed % 4 > 1 else None
     return _walk(
-        rng, events, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
+        rng, events, naps, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
         faults=faults == "faulty", check_every=check_every, look=look, layers=layers,
     )  # fmt: skip
 
@@ -106,8 +110,8 @@ def _slots(rng: np.random.Generator, kept: str) -> int:
 
 
 def _walk(
-    rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, check_every: int = 1,
-    look: Callable[[World], None] | None = None, layers: str = "full", **pool,
+    rng: np.random.Generator, events: int, naps: np.random.Generator | None, usable: int, tides: float = 0.0,
+    faults: bool = False, check_every: int = 1, look: Callable[[World], None] | None = None, layers: str = "full", **pool,
 ) -> World:  # fmt: skip
     block_size = int(rng.choice([1, 3, 4, 16]))
     groups = (LayerGroup(),) if layers == "full" or (layers == "states" and rng.random() < 0.5) else _groups(rng, block_size)
@@ -129,6 +133,9 @@ def _walk(
     for n in range(events):
         if world.cache.host.capacity and rng.random() < 0.05:
             turn_host(world, rng)
+        if naps is not None and naps.random() < 0.03:
+            end_step(world)
+            world.nap(bool(naps.random() < 0.9))
         if rng.random() < tides:
             turn(world, rng)
             least = min(least, world.scheduler.pool.limit_blocks)

@@ -131,12 +131,13 @@ class MemoryExecutor:
         if swaps is not None and swaps.num_before:
             self._swap(swaps, slice(swaps.num_before), moves)
             moves.swaps[-1].fence()
-        copies = [one for one in (None if swaps is None else swaps.back, plan.copies) if one is not None]
-        if plan.reads and len(copies) > 1:
-            self._copy(copies.pop(0), moves)  # what is read may go where its bytes were
+        back, copies = None if swaps is None else swaps.back, plan.copies
+        if plan.reads and back is not None:
+            self._copy(back, moves)  # what is read may go where its bytes were
+            back = None
         for read in plan.reads:
-            self._put(read, plan.copies, moves)
-        if (together := joined_copies(copies)) is not None:
+            self._put(read, copies, moves)
+        if (together := joined_copies([one for one in (back, copies) if one is not None])) is not None:
             self._copy(together, moves)
         if arena is not None and len(resize.unmap):
             self._wait_for_device()  # the copies read from these extents

@@ -530,8 +530,8 @@ class EngineThread(threading.Thread):
             self._is_finishing = False
 
     def _go_on(self, engine: Engine, recorder: EngineRecorder | None) -> None:
-        self._manager.resume(engine, recorder)
         self._progress = engine.core.runner.progress
+        self._manager.resume(engine, recorder)
         self._memory = BackgroundThread("pagetide-memory", self._watch_memory, MEMORY_WAIT_S)
         self.may_wake = False
         self._watch_engine()

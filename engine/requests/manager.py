@@ -30,6 +30,7 @@ from .handover import Handover
 from .inputs import PromptInput, check_cache_salt
 from .intake import RequestIntake
 from .states import RequestGroup, RequestState
+from .warm_prompts import compute_prompts
 
 if TYPE_CHECKING:
     from ...scheduler.scheduler import Scheduler
@@ -136,14 +137,21 @@ class RequestManager:
         self.last_frame = None  # its source refers to the engine
 
     def resume(self, engine: Engine, recorder: EngineRecorder | None) -> None:
-        """Go on in `engine`, which is of the same configuration."""
-        suspended, self._suspended = self._suspended, None
+        """Go on in `engine`, which is of the same configuration. If it raises, the requests wait on."""
+        suspended = self._suspended
         assert suspended is not None and self.engine is None
         engine.encoder.constraints.follow(suspended.constraints)
         keeps = engine.content is not None and engine.content == suspended.content
-        engine.core.scheduler.take_over(suspended.scheduler, keeps=keeps)
         self.engine, self.watch, self.recorder = engine, EngineWatch(engine), recorder
+        with OnError(self._without_engine):
+            # Behind the requests they would wait for a row, and no message be read meanwhile.
+            compute_prompts(self._config.warm_prompts, self, lambda compute: compute())
+            engine.core.scheduler.take_over(suspended.scheduler, keeps=keeps)
+        self._suspended = None
         self._refresh_stats(engine)
+
+    def _without_engine(self) -> None:
+        self.engine = self.watch = self.recorder = None
 
     def _end_suspended(self) -> None:
         """End the requests that wait for `resume` as aborted."""

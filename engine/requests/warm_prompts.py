@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +36,24 @@ def warm_up(path: str | None, thread: EngineThread, manager: RequestManager) -> 
 
     A prompt that fails is a warning. Waits for `thread`, which an interrupt ends.
     """
+    with OnError(thread.end):
+        compute_prompts(path, manager, lambda compute: bool(thread.ask(thread.run_with_engine, lambda _: compute())))
+
+
+def compute_prompts(path: str | None, manager: RequestManager, run: Callable[[Callable[[], bool]], bool]) -> None:
+    """As `warm_up`; `run` calls what computes a prompt, in the engine's thread, and returns its result."""
     if path is None:
         return
     began, num_computed, num_pinned = time.perf_counter(), 0, 0
-    with OnError(thread.end):
-        lines = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
-        for number, line in lines:
-            try:
-                is_pinned = thread.ask(thread.run_with_engine, lambda _, line=line: _compute(json.loads(line), manager))
-            except (RequestRejected, ValueError, RecursionError) as error:
-                log.warning("warm_prompts: line %d of %s is not computed: %s", number, path, error)
-            else:
-                num_computed += 1
-                num_pinned += is_pinned
+    lines = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
+    for number, line in lines:
+        try:
+            is_pinned = run(lambda line=line: _compute(json.loads(line), manager))
+        except (RequestRejected, ValueError, RecursionError) as error:
+            log.warning("warm_prompts: line %d of %s is not computed: %s", number, path, error)
+        else:
+            num_computed += 1
+            num_pinned += is_pinned
     took = time.perf_counter() - began
     log.info("warm_prompts: %d of %d prompts, %d of them pinned, in %.1f s", num_computed, len(lines), num_pinned, took)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.cache.layer_groups import LayerGroup
+from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import Request, Sampling
@@ -99,9 +99,10 @@ def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() 
 def test_what_cannot_be_pinned_is_refused() -> None:
     with pytest.raises(RequestRejected, match="leave prefix_caching on"):
         World(24, BLOCK, max_model_len=40).add_request(pin_of("pin", 1, 2))
-    windows = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), LayerGroup(8)))
-    with pytest.raises(RequestRejected, match="layers with windows or states"):
-        windows.add_request(pin_of("pin", 1, 2))
+    for other in LayerGroup(1, 8), state_group(2):
+        world = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), other))
+        with pytest.raises(RequestRejected, match="layers with windows or states"):
+            world.add_request(pin_of("pin", 1, 2))
 
 
 def test_a_pin_that_has_ended_before_its_prompt_is_computed_holds_nothing() -> None:

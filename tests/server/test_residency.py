@@ -258,6 +258,7 @@ async def test_a_suspended_model_whose_requests_leave_or_whose_engine_is_killed_
             await held.__aexit__(None, None, None)
             await eventually(lambda a=a: a.coming is not None and a.coming.done())
             assert (a.state, a.process.wakes, b.state) == ("asleep", 0, "ready")
+            assert a.returns_at is None, "later requests wait for others to fall idle"
         elif fault == "killed":
             a.process.ended.set()
             await held.__aexit__(None, None, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from async_rig import until
 from families import VOCAB, tiny
 
 from pagetide import LLM, AsyncLLM, RequestRejected, SamplingParams
@@ -69,6 +70,31 @@ def test_tasks_pin_and_a_cancelled_one_pins_nothing() -> None:
             pinned = await llm.pin_prefix(PREFIX)
             assert counted(await llm.stats()) == (1, 4, 0)
             assert await llm.unpin_prefix(pinned)
+
+    asyncio.run(main())
+
+
+def test_prompts_are_computed_before_suspended_requests_go_on_and_their_pins_are_held(tmp_path: Path) -> None:
+    """A row for the prompts would be free only after the end of a request that runs on and on."""
+    file = tmp_path / "warm.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": PREFIX, "pin": True}))
+    tiny("llama").save_pretrained(tmp_path / "model")
+
+    async def main() -> None:
+        async with AsyncLLM(str(tmp_path / "model"), **{**OPTIONS, "max_seqs": 1}, warm_prompts=file) as llm:
+            stream = llm.stream([[5, 6]], SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=0))
+            told = list((await anext(stream)).token_ids)
+            await llm.pause()
+            pinning = asyncio.create_task(llm.pin_prefix([7] * 40))
+            await until(lambda: (engine := llm._manager.engine) is not None and engine.core.scheduler.num_waiting)
+            await llm.sleep(suspends=True)
+            await llm.wake_up()
+            assert counted(await llm.stats())[:2] == (2, 4), "one holds none yet"
+            llm.resume()
+            told += [token async for chunk in stream for token in chunk.token_ids]
+            pinned = await pinning
+            assert pinned.num_tokens == 32 and await llm.unpin_prefix(pinned)
+            assert len(told) == 200
 
     asyncio.run(main())
 

@@ -1,0 +1,40 @@
+"""The order of a plan's memory operations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pagetide.cache.block_table import BlockBytes, BlockCopies
+from pagetide.cache.host_tier import Swaps
+from pagetide.engine.execution.memory_operations import MemoryExecutor, MemoryOperations
+from pagetide.scheduler.plan import NO_RESIZE
+
+NONE = np.empty(0, np.int32)
+
+
+class FakeStorage:
+    """Blocks of one number each."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = np.arange(num_blocks)
+
+    def put(self, blocks: np.ndarray, data: np.ndarray) -> None:
+        self.blocks[blocks] = data
+
+    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.blocks[targets] = self.blocks[sources]
+
+
+def test_bytes_go_back_before_others_are_put_in_their_place() -> None:
+    """A block that was to leave was needed again, and what is read takes its place; copies read what was read."""
+    for copies in None, BlockCopies(np.array([1]), np.array([3])):
+        storage: Any = FakeStorage(5)
+        swaps = Swaps(NONE, NONE, NONE, NONE, back=BlockCopies(np.array([1]), np.array([2])))
+        reads = (BlockBytes(np.array([1]), np.array([40], np.uint8)),)
+        plan: Any = SimpleNamespace(resize=NO_RESIZE, swaps=swaps, copies=copies, reads=reads)
+        host: Any = object()
+        MemoryExecutor(storage, host=host).begin(plan, MemoryOperations())
+        assert storage.blocks.tolist() == [0, 40, 1, 3 if copies is None else 40, 4]
