@@ -303,7 +303,8 @@ class AsyncLLM(AsyncCalls):
         The first sleep on a CPU, and of level 2 on CUDA, writes the weights to an unnamed file in the folder of the disk cache,
         but those that on a CPU the checkpoint or the cache has as they are used. Where that cannot be done, and on CUDA where
         the host had no room for the copy (both logged), waking loads the model again. Calls of `sleep` and `wake_up` take
-        turns, and go on if they are cancelled. Raises EngineClosed if the engine was stopped.
+        turns, and go on if they are cancelled. Pins end, except that waking makes those of `warm_prompts` anew, and that one
+        goes on if its prompt is suspended. Raises EngineClosed if the engine was stopped.
         """
         self._check_stopped()
         try:
