@@ -27,7 +27,7 @@ from .requests.manager import RequestManager
 from .requests.outputs import PinnedPrefix, StreamChunk
 from .requests.pending_calls import PendingCall
 from .requests.states import RequestState
-from .requests.warm_prompts import warm_up
+from .requests.warm_prompts import compute_prompts, warm_up
 from .watch import EngineWatch, decoder, with_text
 
 if TYPE_CHECKING:
@@ -95,10 +95,11 @@ class AsyncLLM(AsyncCalls):
 
     def _go_on(self) -> None:
         """Build the next engine for requests that were suspended."""
-        thread = self._engine_thread
-        engine, recorder = self._manager.built(self._kept)
+        thread, manager = self._engine_thread, self._manager
+        engine, recorder = manager.built(self._kept)
         try:
-            thread.ask(thread.go_on, engine, recorder)
+            # Behind the requests, prompts to warm up would wait for a row, and no message be read meanwhile.
+            thread.ask(thread.go_on, engine, recorder, partial(compute_prompts, self.config.warm_prompts, manager))
         except BaseException:  # it was stopped meanwhile, say
             if recorder is not None:
                 recorder.close()
@@ -292,7 +293,8 @@ class AsyncLLM(AsyncCalls):
 
         Args:
             suspends: No request is aborted. All go on after `wake_up`, with the same tokens; their K and V are in the host
-                tier (`host_kv_memory`) until then, as far as it has room, or computed again. `timeout_s` is not waited for.
+                tier (`host_kv_memory`) until then, as far as it has room and no layer has windows or states, or computed again.
+                `timeout_s` is not waited for.
             level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
                 and waking reads them from disk. On CUDA both free the device's memory; 1 keeps a copy in pinned host memory,
                 and 2 has it on disk. Over several devices both free everything.
@@ -301,7 +303,8 @@ class AsyncLLM(AsyncCalls):
         The first sleep on a CPU, and of level 2 on CUDA, writes the weights to an unnamed file in the folder of the disk cache,
         but those that on a CPU the checkpoint or the cache has as they are used. Where that cannot be done, and on CUDA where
         the host had no room for the copy (both logged), waking loads the model again. Calls of `sleep` and `wake_up` take
-        turns, and go on if they are cancelled. Raises EngineClosed if the engine was stopped.
+        turns, and go on if they are cancelled. Pins end, except that waking makes those of `warm_prompts` anew, and that one
+        goes on if its prompt is suspended. Raises EngineClosed if the engine was stopped.
         """
         self._check_stopped()
         try:

@@ -3,7 +3,7 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. With a disk tier some prompts are read. Of half the seeds all requests are suspended now and then. Where all
+has no memory. With a disk tier some prompts are read. With naps all requests are suspended now and then. Where all
 layers read all tokens, some cached prefixes are pinned. With groups, some layers read only a part of each sequence. Ahead, a
 step is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are
 deferred and some copies fail.
@@ -54,7 +54,15 @@ PAIRWISE = (
 )
 
 
-def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Callable[[World], None] | None = None) -> World:
+def walk(
+    seed: int,
+    variant: str,
+    events: int,
+    check_every: int = 1,
+    look: Callable[[World], None] | None = None,
+    *,
+    naps: bool = False,
+) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
@@ -81,9 +89,9 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     disk = FakeDisk(np.random.default_rng((seed, 2))) if kept == "disk" else None
     if disk is not None and seed % 2:
         shape["host_slots"] = _slots(np.random.default_rng((seed, 3)), "host")
-    naps = np.random.default_rng((seed, 4)) if seed % 4 > 1 else None
+    of_naps = np.random.default_rng((seed, 4)) if naps else None
     return _walk(
-        rng, events, naps, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
+        rng, events, of_naps, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
         faults=faults == "faulty", check_every=check_every, look=look, layers=layers,
     )  # fmt: skip
 

@@ -267,10 +267,12 @@ class EngineThread(threading.Thread):
         """
         self._after_arrivals(partial(self._run, waiter, self._suspend))
 
-    def go_on(self, waiter: Waiter, engine: Engine, recorder: EngineRecorder | None) -> None:
-        """Serve the suspended requests, and others, with `engine`. Resolve `waiter` then. Raises EngineClosed."""
+    def go_on(self, waiter: Waiter, engine: Engine, recorder: EngineRecorder | None, first: Callable[[], None]) -> None:
+        """Serve the suspended requests, and others, with `engine`, behind what `first` does with it. Resolve `waiter` then.
+        Raises EngineClosed.
+        """
         self._memory.join()  # that of the engine before
-        self._send(partial(self._run, waiter, partial(self._go_on, engine, recorder)))
+        self._send(partial(self._run, waiter, partial(self._go_on, engine, recorder, first)))
 
     def end(self, waiter: Waiter | None = None) -> None:
         """Abort all requests, close the request manager and end the thread. Resolve `waiter` then. Idempotent.
@@ -529,9 +531,9 @@ class EngineThread(threading.Thread):
         finally:
             self._is_finishing = False
 
-    def _go_on(self, engine: Engine, recorder: EngineRecorder | None) -> None:
+    def _go_on(self, engine: Engine, recorder: EngineRecorder | None, first: Callable[[], None]) -> None:
         self._progress = engine.core.runner.progress
-        self._manager.resume(engine, recorder)
+        self._manager.resume(engine, recorder, first)
         self._memory = BackgroundThread("pagetide-memory", self._watch_memory, MEMORY_WAIT_S)
         self.may_wake = False
         self._watch_engine()

@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from .handover import Handover
 from .inputs import PromptInput, check_cache_salt
 from .intake import RequestIntake
 from .states import RequestGroup, RequestState
-from .warm_prompts import compute_prompts
 
 if TYPE_CHECKING:
     from ...scheduler.scheduler import Scheduler
@@ -136,16 +135,15 @@ class RequestManager:
             recorder.close(self.last_frame)
         self.last_frame = None  # its source refers to the engine
 
-    def resume(self, engine: Engine, recorder: EngineRecorder | None) -> None:
-        """Go on in `engine`, which is of the same configuration. If it raises, the requests wait on."""
+    def resume(self, engine: Engine, recorder: EngineRecorder | None, first: Callable[[], None]) -> None:
+        """Go on in `engine`, which is of the same configuration, after `first`. If one raises, the requests wait on."""
         suspended = self._suspended
         assert suspended is not None and self.engine is None
         engine.encoder.constraints.follow(suspended.constraints)
         keeps = engine.content is not None and engine.content == suspended.content
         self.engine, self.watch, self.recorder = engine, EngineWatch(engine), recorder
         with OnError(self._without_engine):
-            # Behind the requests they would wait for a row, and no message be read meanwhile.
-            compute_prompts(self._config.warm_prompts, self, lambda compute: compute())
+            first()
             engine.core.scheduler.take_over(suspended.scheduler, keeps=keeps)
         self._suspended = None
         self._refresh_stats(engine)

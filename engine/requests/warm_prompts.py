@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,16 @@ def warm_up(path: str | None, thread: EngineThread, manager: RequestManager) -> 
         compute_prompts(path, manager, lambda compute: bool(thread.ask(thread.run_with_engine, lambda _: compute())))
 
 
-def compute_prompts(path: str | None, manager: RequestManager, run: Callable[[Callable[[], bool]], bool]) -> None:
-    """As `warm_up`; `run` calls what computes a prompt, in the engine's thread, and returns its result."""
+def compute_prompts(path: str | None, manager: RequestManager, run: Callable[[Callable[[], bool]], bool] | None = None) -> None:
+    """As `warm_up`; `run` calls what computes a prompt, in the engine's thread, which is this one if there is no `run`."""
     if path is None:
         return
     began, num_computed, num_pinned = time.perf_counter(), 0, 0
     lines = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
     for number, line in lines:
         try:
-            is_pinned = run(lambda line=line: _compute(json.loads(line), manager))
+            compute = partial(_compute, line, manager)
+            is_pinned = compute() if run is None else run(compute)
         except (RequestRejected, ValueError, RecursionError) as error:
             log.warning("warm_prompts: line %d of %s is not computed: %s", number, path, error)
         else:
@@ -66,8 +68,9 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _compute(entry: Any, manager: RequestManager) -> bool:
-    """Compute the prompt of `entry`, and pin it if it says so, which is returned. Raises RequestRejected."""
+def _compute(line: str, manager: RequestManager) -> bool:
+    """Compute the prompt of `line`, and pin it if it says so, which is returned. Raises RequestRejected, and as json."""
+    entry = json.loads(line)
     pins = entry.pop("pin", False) if isinstance(entry, dict) else False
     if not isinstance(pins, bool):
         raise RequestRejected(f"`pin` is true or false, got {pins!r:.80}")
