@@ -52,6 +52,10 @@ class PinnedPrefixes:
         """The nodes of each pin."""
         return [pin.nodes for pin in self._pins.values()]
 
+    def references(self, index: PrefixIndex) -> BlockIds:
+        """The blocks of all pins, as often as pins hold them."""
+        return index.blocks.of_node[np.concatenate((_NO_NODES, *self.nodes))]
+
     def num_held(self, name: str) -> int:
         """Blocks that pin `name` holds; 0 once it has ended."""
         return len(self._pins[name].nodes) if name in self._pins else 0

@@ -52,10 +52,14 @@ class CellReader:
         pool.states(cells, self._mask)
         for table in state.cache.tables:
             self._write_owners(cells, table, served_last_first)
-        if state.cache.pins.num_blocks:  # those that no row has
+        pinned = state.cache.pins.references(state.cache.index)
+        if len(pinned):  # those that no row has
             np.copyto(cells, np.uint16(BlockState.CACHED), where=np.equal(cells, BlockState.LIVE, out=self._mask))
         if state.cache.row_tables.num_shared:
-            np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=pool.are_shared(self._mask))
+            shared = pool.are_shared(self._mask)
+            blocks, times = np.unique(pinned, return_counts=True)
+            shared[blocks] = pool.references(blocks) - times > 1
+            np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=shared)
         self.cells, self._next = cells, before
         return cells, before
 

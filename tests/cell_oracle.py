@@ -21,6 +21,8 @@ def naive_cells(scheduler: Scheduler) -> list[int]:
             for slot in range(int(table.starts[row]), int(table.lengths[row])):
                 for blocks in table.blocks:
                     held.setdefault(int(blocks[row, slot]), []).append(row)
+    pins, index = scheduler.cache.pins, scheduler.cache.index
+    pinned = [int(index.blocks.of_node[node]) for pin in pins._pins.values() for node in pin.nodes]
     cells = []
     for block in range(pool.num_blocks):
         extent = block // pool.blocks_per_extent
@@ -29,10 +31,12 @@ def naive_cells(scheduler: Scheduler) -> list[int]:
         elif pool._extents._states[extent] == 0:
             cell = 0
         elif pool._references[block]:
-            rows = held[block]
-            assert len(rows) == pool._references[block]
-            first = min(rows, key=lambda row: seated(scheduler)[row].key)
-            cell = 16 + first + (0x8000 if len(rows) > 1 else 0)
+            rows = held.get(block, [])
+            assert len(rows) + pinned.count(block) == pool._references[block]
+            cell = 3
+            if rows:
+                first = min(rows, key=lambda row: seated(scheduler)[row].key)
+                cell = 16 + first + (0x8000 if len(rows) > 1 else 0)
         elif pool._pins[block]:
             cell = 4
         elif pool._findable[block]:

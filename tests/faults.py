@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pagetide import native
 from pagetide.cache.storage import Storage
+from pagetide.engine.attention.decoder_layers import FusedLayer
 from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.execution.host_pool import HostPool
@@ -36,6 +38,7 @@ class Point:
 
 POINTS = {
     "model": Point(lambda engine: engine.core.runner, "model"),
+    **({"layer in one call": Point(lambda engine: FusedLayer, "compute")} if native.instructions() else {}),
     "kernel, attention": Point(lambda engine: type(engine.core.runner.kernel), "attend"),
     "kernel, writing": Point(lambda engine: type(engine.core.runner.kernel), "write"),
     "kernel, buffers": Point(lambda engine: type(engine.core.runner.kernel), "release_buffers", always=None),
@@ -95,8 +98,12 @@ def planted(owner: Any, name: str, first: int, always: bool) -> Iterator[Fault]:
     if hasattr(inner, "forward"):  # a model, whose parameters matter
         method.forward = inner.forward  # type: ignore[attr-defined]
     own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    serves = FusedLayer._serves
+    if name in ("attend", "write"):  # of a kernel, which layers in one call go past
+        FusedLayer._serves = lambda *_: False  # type: ignore[method-assign]
     setattr(owner, name, method)
     try:
         yield fault
     finally:
         setattr(owner, name, inner) if own else delattr(owner, name)
+        FusedLayer._serves = serves  # type: ignore[method-assign]
