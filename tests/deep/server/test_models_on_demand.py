@@ -147,6 +147,8 @@ def test_a_model_that_a_full_device_refuses_waits_for_a_busy_one_and_sleeps_on_m
             assert text(asked.result()) == wanted[2]
             for one in working:
                 one.result()
+            # After a turn the busy one is back, by the requests that it had
+            assert text(complete(server, other, 2)) == wanted[2]
 
         is_enough = threading.Event()
         assert text(complete(server, "a", 1)) == wanted[1]

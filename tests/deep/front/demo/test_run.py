@@ -58,7 +58,7 @@ def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, DemoResult]) ->
     longest_prompt = max(len(str(o.prompt).split()) for o in pressed.outputs)
     assert longest_prompt > run.MAX_STEP_TOKENS, "no prompt was computed in chunks"
     recall = result.recall
-    assert recall is not None and recall.recalls >= 1 and 0.4 < recall.share < 0.6
+    assert recall is not None and recall.recalls >= 1 and 0.4 < recall.share < 0.7
     assert recall.given_back_bytes > 0 and recall.grown_bytes > 0
 
 
