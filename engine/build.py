@@ -34,6 +34,7 @@ from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import NotEnoughMemory
+from .execution.runner import ModelRunner
 from .executor import (
     KeptModel,
     check_disk_tier,
@@ -294,17 +295,7 @@ def _build(
     speed = None if host is None else host.measure(runner.storage, cache.pool.usable)
     core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, speed)), runner)
     if elastic:
-        on_host = device.type == "cpu"
-        bounds = PoolBounds(arena.num_extents, plan.min_extents, arena.extent_bytes, config.idle_s, on_host)
-        base = BaseMemory(
-            lambda: holder.base_bytes,
-            weights_bytes=plan.weights_bytes,
-            reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
-            trim=lambda: empty_caches(runner, device),
-            tidy=(lambda: trim(device)) if on_host else None,
-        )
-        lease = None if sharing is None else sharing.lease
-        core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
+        core.memory = _elastic_memory(core, runner, config, plan, holder, sharing)
     owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.release])]
     if (disk := open_disk_tier(plan, config, checkpoint, runner, cache)) is not None:
         core.disk = cache.disk = disk
@@ -424,6 +415,25 @@ def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, el
             "another process took memory meanwhile: try again, or ask for less kv_memory"
         )
         raise NotEnoughMemory(error.asked_bytes, free, what, remedy) from error
+
+
+def _elastic_memory(
+    core: EngineCore, runner: ModelRunner, config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder, sharing: Sharing | None
+) -> EngineMemory:
+    """What grows and shrinks the arena of `holder`, within its lease if it is shared."""
+    device, arena = holder.device, holder.arena
+    assert arena is not None
+    on_host = device.type == "cpu"
+    bounds = PoolBounds(arena.num_extents, plan.min_extents, arena.extent_bytes, config.idle_s, on_host)
+    base = BaseMemory(
+        lambda: holder.base_bytes,
+        weights_bytes=plan.weights_bytes,
+        reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
+        trim=lambda: empty_caches(runner, device),
+        tidy=(lambda: trim(device)) if on_host else None,
+    )
+    lease = None if sharing is None else sharing.lease
+    return EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=holder.host)
 
 
 def _limits(plan: MemoryPlan, config: EngineConfig) -> Limits:

@@ -164,6 +164,7 @@ def make_app(server: Server) -> ASGIApp:
     _add_models(app, server)
     _add_tokens(app, server)
     _add_health(app, server)
+    _add_states(app, server)
     _add_admin(app, server)
     server.page.add_to(app)
     origins = list(server.options.rules.origins)
@@ -608,7 +609,7 @@ def _add_health(app: FastAPI, server: Server) -> None:
         return _json({"server_load": server.admission.num_requests})
 
 
-def _add_admin(app: FastAPI, server: Server) -> None:
+def _add_states(app: FastAPI, server: Server) -> None:
     @app.post("/sleep")
     async def sleep(
         model: str | None = None,
@@ -642,6 +643,19 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         await server.models.unload(one, drain_s)
         return Response(status_code=200)
 
+    @app.get("/running")
+    async def running_models() -> Response:
+        """The models that are loaded, asleep, or on the way: those too that wait for room."""
+        return _json({"running": [_placed(one) for one in server.models if one.state != "unloaded" or one.num_waiting]})
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(model: str | None = None) -> Response:
+        """Whether a model is asleep; without a name, whether all are."""
+        named = [server.models.get(model)] if model is not None else list(server.models)
+        return _json({"is_sleeping": bool(named) and all(one.state == "asleep" for one in named)})
+
+
+def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/page/model", include_in_schema=False)
     async def change(request: Request, model: str, action: Literal["load", "sleep", "wake", "stop"]) -> Response:
         """The page's buttons. A session of an admin key may use them."""
@@ -658,17 +672,6 @@ def _add_admin(app: FastAPI, server: Server) -> None:
             work = server.models.wake_up(one)
         await _unless_stopped(server, work)
         return _json({"state": one.state})
-
-    @app.get("/running")
-    async def running_models() -> Response:
-        """The models that are loaded, asleep, or on the way: those too that wait for room."""
-        return _json({"running": [_placed(one) for one in server.models if one.state != "unloaded" or one.num_waiting]})
-
-    @app.get("/is_sleeping")
-    async def is_sleeping(model: str | None = None) -> Response:
-        """Whether a model is asleep; without a name, whether all are."""
-        named = [server.models.get(model)] if model is not None else list(server.models)
-        return _json({"is_sleeping": bool(named) and all(one.state == "asleep" for one in named)})
 
     @app.post("/admin/models/load")
     async def load(body: LoadRequest) -> Response:

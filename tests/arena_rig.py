@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -89,3 +91,11 @@ class Rig:
         self.driver.faults, self.model = [], None
         gc.collect()
         assert self.driver.leaks() == [] and self.driver.violations == [] and self.leased == []
+
+
+def checked_rig(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
+    """A fixture's rig, of which nothing may be left."""
+    caplog.set_level(logging.ERROR, "pagetide")  # what is kept of errors would keep their frames, too
+    made = Rig(monkeypatch)
+    yield made
+    made.check_nothing_is_left()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from arena_rig import CPU, Rig
+from arena_rig import CPU, Rig, checked_rig
 from families import tiny
 from monitors import wait_until
 
@@ -29,10 +28,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
-    caplog.set_level(logging.ERROR, "pagetide")  # what is kept of errors would keep their frames, too
-    made = Rig(monkeypatch)
-    yield made
-    made.check_nothing_is_left()
+    yield from checked_rig(monkeypatch, caplog)
 
 
 def test_a_fault_at_any_call_of_a_move_leaves_the_model_as_it_was(rig: Rig) -> None:

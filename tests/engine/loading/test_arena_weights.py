@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from arena_rig import Rig
+from arena_rig import Rig, checked_rig
 from fake_cuda_driver import INVALID_VALUE, Fault
 from torch import nn
 
@@ -31,10 +31,7 @@ from pagetide.engine.memory import planning
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
-    caplog.set_level(logging.ERROR, "pagetide")  # what is kept of errors would keep their frames, too
-    made = Rig(monkeypatch)
-    yield made
-    made.check_nothing_is_left()
+    yield from checked_rig(monkeypatch, caplog)
 
 
 def merged_and_quantized(rig: Rig) -> None:
