@@ -6,11 +6,11 @@ import importlib.util
 import os
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-_spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / "native" / "build.py")
+_spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / "src/pagetide/native/build.py")
 native_build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(native_build)
 
@@ -30,16 +30,19 @@ class BuildPy(build_py):
         native_build.try_to_build(native_build.LIBRARY if folder is None else folder / native_build.LIBRARY.name)
 
 
+class WithLibrary(Distribution):
+    """The library goes where a platform's files go, which auditwheel asks for."""
+
+    def has_ext_modules(self) -> bool:
+        return WITH_LIBRARY and native_build.obstacle() is None
+
+
 class BdistWheel(bdist_wheel):
     """A wheel with the library is for one platform, and for any Python 3 on it."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not WITH_LIBRARY or native_build.obstacle() is not None
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
+setup(distclass=WithLibrary, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})

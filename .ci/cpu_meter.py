@@ -5,6 +5,9 @@
 Each process of pytest appends a line of JSON for each test to a file of its own in the folder CPU_METER. Linux only: it reads
 /proc. A process that left its parent (a daemon) is not counted here, but in the sum that .ci/tiers.py takes of everything.
 With CPU_ORDER, such a folder of an earlier run, cheap files of tests run first.
+
+Between tests each process times a fixed piece of work every few seconds, which says how fast the machine is meanwhile, beside
+the other processes of tests.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+# CPU seconds of `_loop` on the reference machine, an AMD EPYC with AVX-512, on which the suite without tiers took 1,210.
+REFERENCE_LOOP_S = 0.0265
+EVERY_S = 5.0
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -44,29 +52,53 @@ def cpu_s(pid: int) -> float:
     return _own_s(pid) + sum(map(cpu_s, _children(pid)))
 
 
+def _loop() -> float:
+    """CPU seconds of a fixed piece of work: Python's bytecode and memory."""
+    began = time.thread_time()
+    numbers = list(range(100_000))
+    for factor in range(5):
+        numbers = [(number * 31 + factor) & 0xFFFFF for number in numbers]
+        numbers.sort()
+    return time.thread_time() - began
+
+
+def _entries(folder: Path) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text("utf-8").splitlines())
+
+
+def loops(folder: Path) -> list[float]:
+    """CPU seconds of each loop of a folder's files."""
+    return [entry["loop_s"] for entry in _entries(folder) if "loop_s" in entry]
+
+
 def read(folder: Path) -> list[tuple[str, float]]:
     """The tests of a folder's files, with their CPU seconds."""
-    lines = (line for file in folder.glob("*.jsonl") for line in file.read_text("utf-8").splitlines())
-    return [(entry["test"], entry["cpu_s"]) for entry in map(json.loads, lines) if entry["test"]]
+    return [(entry["test"], entry["cpu_s"]) for entry in _entries(folder) if entry.get("test")]
 
 
 class CpuMeter:
-    """Writes the CPU and wall seconds of each test, and those of start-up and collection under the empty name."""
+    """Writes the CPU and wall seconds of each test, those of start-up and collection under the empty name, and loops."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._started = False
+        self._looped_at = -math.inf
 
     def _write(self, test: str, cpu: float, wall: float) -> None:
-        self._file.write(json.dumps({"test": test, "cpu_s": round(cpu, 3), "wall_s": round(wall, 3)}) + "\n")
+        self._tell(test=test, cpu_s=round(cpu, 3), wall_s=round(wall, 3))
+
+    def _tell(self, **entry: Any) -> None:
+        self._file.write(json.dumps(entry) + "\n")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         before, at = cpu_s(os.getpid()), time.monotonic()
-        if not self._started:
-            self._started = True
+        if self._looped_at < 0:
             self._write("", before, 0.0)
+        if at - self._looped_at >= EVERY_S:
+            self._tell(loop_s=round(_loop(), 5))
+            before, at = cpu_s(os.getpid()), time.monotonic()
+            self._looped_at = at
         try:
             return (yield)
         finally:

@@ -10,8 +10,8 @@ once more as on a processor that has AVX2 alone, and once without native kernels
 A test that fails is run once more, alone; one that passes then is named as unstable, and is a defect that does not stop others.
 
 CPU seconds are counted with all children and daemons: this process adopts what leaves its parent (PR_SET_CHILD_SUBREAPER,
-prctl(2)) and sums what wait4(2) says of each. They are divided by the pace of the machine: a loop is timed before, between and
-after the runs. Elsewhere than on Linux nothing is counted.
+prctl(2)) and sums what wait4(2) says of each. They are divided by the pace of the machine: the processes of tests time a loop
+every few seconds (cpu_meter.py). Elsewhere than on Linux nothing is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import cpu_meter
@@ -47,9 +47,6 @@ BUDGET_S = {
     "benchmarks": 5,
     "start-up": 30,
 }
-# CPU seconds of `_loop` on the reference machine, an AMD EPYC with AVX-512, on which the suite without tiers took 1,210.
-REFERENCE_LOOP_S = 0.28
-
 # pytest's exit statuses
 FAILED, NO_TESTS = 1, 5
 JOBS = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadgroup"]
@@ -76,22 +73,11 @@ class Spent:
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    loops_s: list[float] = field(default_factory=list)
-
-    @property
-    def pace(self) -> float:
-        """How much longer this machine takes for the same work than the reference machine."""
-        return statistics.mean(self.loops_s) / REFERENCE_LOOP_S
 
 
-def _loop() -> float:
-    """CPU seconds of a fixed piece of work: Python's bytecode and memory."""
-    began = time.process_time()
-    numbers = list(range(200_000))
-    for factor in range(25):
-        numbers = [(number * 31 + factor) & 0xFFFFF for number in numbers]
-        numbers.sort()
-    return time.process_time() - began
+def pace() -> float:
+    """How much longer this machine has taken for the same work than the reference machine, on average."""
+    return statistics.mean(cpu_meter.loops(METER) or [cpu_meter.REFERENCE_LOOP_S]) / cpu_meter.REFERENCE_LOOP_S
 
 
 def _adopt() -> None:
@@ -113,7 +99,6 @@ def run(arguments: Sequence[str], spent: Spent, environ: Mapping[str, str] | Non
 
 def _pytest(arguments: Sequence[str], spent: Spent, environ: Mapping[str, str] | None) -> int:
     """A run of pytest. Returns its exit status."""
-    spent.loops_s.append(_loop())
     began = time.monotonic()
     variables = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1", "CPU_METER": str(METER)}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "cpu_meter", *arguments]
@@ -126,7 +111,6 @@ def _pytest(arguments: Sequence[str], spent: Spent, environ: Mapping[str, str] |
             status = process.returncode = os.waitstatus_to_exitcode(code)
     spent.cpu_s += _left_behind(within_s=10)
     spent.wall_s += time.monotonic() - began
-    spent.loops_s.append(_loop())
     return status
 
 
@@ -155,17 +139,18 @@ def shares(tests: Sequence[tuple[str, float]], cpu_s: float) -> dict[str, float]
 
 def report(spent: Spent) -> bool:
     """Print what the quick tier took. Returns whether that is within the budget."""
-    tests, budget_s = cpu_meter.read(METER), sum(BUDGET_S.values())
-    total_s = spent.cpu_s / spent.pace
-    print(f"\n{len(tests)} tests in {spent.wall_s:.0f} s; CPU seconds by the pace of this machine ({spent.pace:.2f}):")
-    for row, seconds in shares(tests, spent.cpu_s).items():
-        seconds /= spent.pace
+    tests, budget_s, slower = cpu_meter.read(METER), sum(BUDGET_S.values()), pace()
+    cpu_s = spent.cpu_s - sum(cpu_meter.loops(METER))
+    total_s = cpu_s / slower
+    print(f"\n{len(tests)} tests in {spent.wall_s:.0f} s; CPU seconds by the pace of this machine ({slower:.2f}):")
+    for row, seconds in shares(tests, cpu_s).items():
+        seconds /= slower
         over = "  above its share" if seconds > BUDGET_S.get(row, 0) else ""
         print(f"  {row:36} {seconds:6.1f} of {BUDGET_S.get(row, 0):3}{over}")
     print(f"  {'all':36} {total_s:6.1f} of {budget_s:3}{'  ABOVE THE BUDGET' if total_s > budget_s else ''}")
     print("the most expensive tests:")
     for name, seconds in sorted(tests, key=lambda test: -test[1])[:10]:
-        print(f"  {seconds / spent.pace:6.1f}  {name}")
+        print(f"  {seconds / slower:6.1f}  {name}")
     return total_s <= budget_s
 
 
@@ -202,7 +187,7 @@ def everything() -> int:
         ended = run(arguments, spent, environ)
         found = (dict.fromkeys(failed(), title) if ended else {}) | found
         status |= ended
-    print(f"\nthe deep tier took {spent.wall_s:.0f} s, and {spent.cpu_s / spent.pace:.0f} CPU seconds")
+    print(f"\nthe deep tier took {spent.wall_s:.0f} s, and {spent.cpu_s / pace():.0f} CPU seconds")
     if not within:
         print("the quick tier is above its budget, which .ci/tiers.py has")
     for test, title in found.items():

@@ -81,19 +81,26 @@ class DeviceAccount:
         lease.demand = replace(demand, lacking_ns=former.lacking_ns if former is not None and lacked else now_ns)
         lease.heard_ns = now_ns
 
-    def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int) -> None:
-        """Record how many bytes are free in the lease's pool, and how many hold cached prefixes."""
+    def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int, *, reused: bool = True) -> None:
+        """Record how many bytes are free in the lease's pool, and how many hold cached prefixes; see `ReportMessage`."""
         lease = self.state.leases[lease_id]
+        lease.reused = reused
         lease.free_bytes, lease.kept_bytes, lease.heard_ns = free_bytes, kept_bytes, now_ns
+        lease.reported_bytes = lease.held_bytes
         lease.withheld = lease.withheld and lease.unneeded_bytes >= lease.granule_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
         Returning memory without a recall cancels the lease's demand. An engine reports before it answers a recall short of
-        its target: what it then calls unneeded is withheld.
+        its target: what it then calls unneeded is withheld. It may report later what it gave back: free memory goes first.
         """
         lease = self.state.leases[lease_id]
+        given = max(0, lease.reported_bytes - held_bytes)
+        lease.reported_bytes -= given
+        of_free = min(given, lease.free_bytes)
+        lease.free_bytes -= of_free
+        lease.kept_bytes -= min(given - of_free, lease.kept_bytes)
         if not lease.recalls:
             lease.demand = None
         is_short = any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls)

@@ -179,17 +179,26 @@ class Lease:
                 self._check_open()
             self._balance.shift(lower_bytes, upper_bytes)
 
-    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+    def report(
+        self,
+        held: Mapping[str, int],
+        free_bytes: int,
+        kept_bytes: int = 0,
+        *,
+        moving_bytes: int = 0,
+        num_waiting: int = 0,
+        reused: bool = True,
+    ) -> None:
         """Report the held bytes by class ("weights", "kv", ...), and how many of them are free, or only keep prefixes.
 
         The sum becomes the upper bound. `free_bytes` is what could be returned without affecting a request or a cached
-        prefix, `kept_bytes` what holds such prefixes.
-        `moving_bytes` may come or go in the background; the lower bound excludes them. Not between the two shifts of a
-        change. Raises ValueError for more classes or larger amounts than the protocol allows.
+        prefix, `kept_bytes` what holds such prefixes; `reused`: prompts find half of their tokens or more in these.
+        `moving_bytes` may come or go in the background; the lower bound excludes them. `num_waiting` requests do not run. Not
+        between the two shifts of a change. Raises ValueError for more classes or larger amounts than the protocol allows.
         """
         with self._lock:
             self._check_open()
-            report = wire.ReportMessage(dict(held), free_bytes, kept_bytes)
+            report = wire.ReportMessage(dict(held), free_bytes, kept_bytes, num_waiting, reused)
             try:
                 wire.to_frame(report)
             except ProtocolViolation as error:

@@ -16,6 +16,7 @@ from .lease_policy import LeaseState
 from .lease_record import HeldBounds, RecordOwner, Sums, bounds_between
 
 _MAX_READINGS = 64  # readings of a record kept until the next measurement
+_BETWEEN_READINGS_NS = 2_000_000  # at least, beside those of each measurement: reports may come fast
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class LeaseAccount:
     generation: wire.OrderGeneration  # the generation of its newest grant
     may_return: bool = True  # after its end: whether its engine may continue it
     held: Mapping[str, int] = field(default_factory=dict)  # bytes by class, as reported
+    num_waiting: int = 0  # requests, as reported
     overdue_logged: bool = False
     readings: deque[tuple[int, Sums]] = field(default_factory=lambda: deque(maxlen=_MAX_READINGS))
 
@@ -42,6 +44,11 @@ class LeaseAccount:
     def name(self) -> str:
         """The engine's name."""
         return self.state.name
+
+    def add_reading(self, at_ns: int, sums: Sums) -> None:
+        """Keep a reading of the record that was made by `at_ns`, unless there is a recent one."""
+        if not self.readings or at_ns - self.readings[-1][0] >= _BETWEEN_READINGS_NS:
+            self.readings.append((at_ns, sums))
 
     def bounds_since(self, at_ns: int, now: Sums) -> HeldBounds:
         """Bounds that held at every instant from `at_ns` until now; the lower one is 0 if no reading is that old."""
@@ -87,7 +94,7 @@ def device_view(device: LeasedDevice) -> DeviceView:
 def lease_view(lease: LeaseAccount, now_ns: int) -> wire.LeaseView:
     """The row of a lease."""
     state = lease.state
-    recalls, demand = state.recalls, state.demand_at(now_ns)
+    recalls, demand, lacking_ns = state.recalls, state.demand_at(now_ns), state.lacks_for_ns(now_ns)
     if state.ended:
         status = "reaping"
     elif recalls:
@@ -106,6 +113,8 @@ def lease_view(lease: LeaseAccount, now_ns: int) -> wire.LeaseView:
         recall_target_bytes=recalls[-1].target_bytes if recalls else None,
         recall_age_ms=(now_ns - recalls[0].issued_ns) // 1_000_000 if recalls else None,
         kept_bytes=min(state.kept_bytes, wire.MAX_BYTES),
+        num_waiting=lease.num_waiting,
+        lacking_ms=None if lacking_ns is None else lacking_ns // 1_000_000,
     )  # fmt: skip
 
 

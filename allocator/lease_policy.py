@@ -14,12 +14,14 @@ Above the minimums memory goes, within a priority, to these uses in turn; lower 
 
     used within a fair share          and what requests ask for within it that have waited for memory for `patience_s`
     used                              memory of running requests
-    held for prefixes                 within a fair share, beside leases of lower priority too
-    asked for waiting requests        those that have waited longest first, equal ones by shares
+    asked for within a fair share     for waiting requests
+    held for prefixes                 that are reused, within a fair share, beside leases of lower priority too
+    asked for beyond it               those that have waited longest first, equal ones by shares
     kept for prefixes                 of all priorities: first within a fair share, then beyond
 
 A fair share is one by weighted max-min fairness over all that the leases could use. Free blocks in a pool do not count, so they
-are recalled first when other leases need memory. docs/decisions/0064-memory-by-value.md has the reasons and figures.
+are recalled first when other leases need memory. docs/decisions/0064-memory-by-value.md, 0085-fair-shares-before-age.md and
+0086-prefixes-beside-other-prefixes.md have the reasons and figures.
 
 Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.md gives the reasons.
 """
@@ -106,6 +108,8 @@ class LeaseState:
     registered_max_bytes: int | None = field(init=False)  # its max before any limit
     free_bytes: int = 0  # of these, what it can give back without affecting a request or a cached prefix
     kept_bytes: int = 0  # of these, what holds cached prefixes that no request uses
+    reused: bool = True  # prompts find half of their tokens or more in its prefixes: they stay beside waiting requests
+    reported_bytes: int = 0  # what it held when it reported both
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
     upper_bytes: int = 0  # and upper
     demand: LeaseDemand | None = None
@@ -147,6 +151,16 @@ class LeaseState:
     def demand_at(self, now_ns: int) -> LeaseDemand | None:
         """The demand, unless it has expired."""
         return self.demand if self.demand is not None and self.demand.expires_ns > now_ns else None
+
+    def lacks_for_ns(self, now_ns: int) -> int | None:
+        """How long its oldest request has waited for memory that it asks for, and that is not granted; None: it lacks none, or
+        may not have more.
+        """
+        demand = self.demand_at(now_ns)
+        if demand is None or self.recalls:
+            return None
+        most = demand.target_bytes if self.max_bytes is None else min(demand.target_bytes, self.max_bytes)
+        return None if most < self.granted_bytes + self.granule_bytes else now_ns - max(demand.since_ns, demand.lacking_ns)
 
     def overdue(self, now_ns: int) -> bool:
         """Whether the deadline of a pending recall has passed."""
@@ -340,6 +354,8 @@ def _shares(state: SharedDevice, movable: list[LeaseState], uses: dict[int, _Use
         """Raise the shares of `leases` to this use, as far as what is left allows."""
         nonlocal left
         caps = [max(0, getattr(uses[lease.lease_id], use) - shares[lease.lease_id]) for lease in leases]
+        if not any(caps):
+            return
         for lease, more in zip(leases, water_fill(left, caps, [lease.weight for lease in leases]), strict=True):
             shares[lease.lease_id] += more
             left -= more
@@ -354,7 +370,8 @@ def _shares(state: SharedDevice, movable: list[LeaseState], uses: dict[int, _Use
         tier = [lease for lease in movable if lease.priority == priority]
         fair = fair_more(tier)
         # An idle engine's prefixes keep less than all from requests of lower priority.
-        beside = fair_more([lease for lease in movable if lease.priority >= priority])
+        others = [lease for lease in movable if lease.priority >= priority]
+        beside = fair_more(others) if len(others) > len(tier) else fair
         for lease in tier:
             least, lease_id = lease.min_bytes, lease.lease_id
             uses[lease_id] = uses[lease_id].within(least + fair[lease_id], least + beside[lease_id])
@@ -362,6 +379,7 @@ def _shares(state: SharedDevice, movable: list[LeaseState], uses: dict[int, _Use
         patient = [lease for lease in tier if _has_waited(state, lease, now_ns)]
         fill(patient, "fair_asked_bytes")
         fill(tier, "used_bytes")
+        fill(tier, "fair_asked_bytes")
         fill(tier, "fair_held_bytes")
         for since_ns in sorted({uses[lease.lease_id].since_ns for lease in tier}):
             fill([lease for lease in tier if uses[lease.lease_id].since_ns == since_ns], "asked_bytes")
@@ -376,6 +394,8 @@ def water_fill(amount: int, caps: Sequence[int], weights: Sequence[float]) -> li
     Exact to the byte; indivisible rests go to the highest caps per weight. Either all of `amount` is given or all caps
     are met.
     """
+    if sum(caps) <= amount:
+        return list(caps)
     steps = [max(1, round(weight * _WEIGHT_STEPS)) for weight in weights]
     shares = [0] * len(caps)
     left, weight_left = max(0, amount), sum(steps)
@@ -416,7 +436,7 @@ class _Uses:
     """
 
     used_bytes: int  # what it has in use
-    held_bytes: int  # and what it holds for cached prefixes
+    held_bytes: int  # and what it holds for cached prefixes that are reused
     asked_bytes: int  # what it has in use and what its requests ask for
     kept_bytes: int  # all of it, and what cached prefixes could take
     since_ns: int  # since when the oldest request waits
@@ -452,7 +472,7 @@ def _uses(state: SharedDevice, lease: LeaseState, now_ns: int) -> _Uses:
     used = max(lease.min_bytes, lease.in_use_bytes)
     asked = used if demand is None else max(used, demand.target_bytes)
     kept = max(asked, lease.filled_bytes, 0 if demand is None else demand.keep_bytes)
-    held = max(used, lease.filled_bytes)
+    held = max(used, lease.filled_bytes) if lease.reused else used
     return _Uses(whole(used), whole(held), whole(asked), whole(kept), now_ns if demand is None else demand.since_ns)
 
 
@@ -508,14 +528,16 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
     expected = sum(lease.expected_bytes for lease in movable)
     takers = [lease for lease in movable if not lease.recalls]
     to_minimums = sum(max(0, lease.min_bytes - lease.granted_bytes) for lease in takers)
-    asked = {lease.lease_id: _uses(state, lease, now_ns).asked_bytes for lease in takers}
     to_targets = sum(max(0, targets[lease.lease_id] - max(lease.min_bytes, lease.granted_bytes)) for lease in takers)
-    to_keep = sum(max(0, targets[lease.lease_id] - max(lease.granted_bytes, asked[lease.lease_id])) for lease in takers)
     low = _below_low_mark(state, state.foreign_bytes, now_ns)
     must = expected + to_minimums - low
     if expected > low:
         must = max(must, expected - low + state.rules.band_bytes)
     should = expected + to_minimums + to_targets - _available(state, now_ns) if to_targets else 0
+    if max(must, should) <= 0:
+        return
+    asked = {lease.lease_id: _uses(state, lease, now_ns).asked_bytes for lease in takers}
+    to_keep = sum(max(0, targets[lease.lease_id] - max(lease.granted_bytes, asked[lease.lease_id])) for lease in takers)
 
     surplus = {lease.lease_id: max(0, lease.expected_bytes - targets[lease.lease_id]) for lease in movable}
     taken = _take(movable, surplus, must)

@@ -135,9 +135,11 @@ class LeaseTable:
 
     def report(self, lease: LeaseAccount, message: wire.ReportMessage) -> None:
         """Record the engine's report of what it holds."""
-        lease.held = message.held
+        lease.held, lease.num_waiting = message.held, message.num_waiting
+        sums = self._read(lease)  # after its maps: the next measurement need not count them as another process's
+        lease.add_reading(self.clock(), sums)
         account = self._devices[lease.device_uuid].account
-        account.report(lease.lease_id, message.free_bytes, message.kept_bytes, self.clock())
+        account.report(lease.lease_id, message.free_bytes, message.kept_bytes, self.clock(), reused=message.reused)
 
     def unmapped(self, lease: LeaseAccount, message: wire.UnmappedMessage) -> None:
         """Lower the engine's grant. Raises LeaseRefused if the message predates its newest grant."""

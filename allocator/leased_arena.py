@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .arena import Arena
 from .errors import DriverError
@@ -15,7 +15,8 @@ from .lease_record import HeldBounds
 class LeasedArena:
     """Wraps `arena` and counts its extents against `lease`; see `Arena`.
 
-    The lease must already count what the arena holds now. `map` and `prepare` raise GrantExceeded, with nothing
+    With `answers_at_bytes` a recall is answered where memory is unmapped, when the lease holds no more: the step that follows
+    may be long. The lease must already count what the arena holds now. `map` and `prepare` raise GrantExceeded, with nothing
     changed, if the lease does not allow the extents. `close` leaves the lease open.
     """
 
@@ -23,6 +24,7 @@ class LeasedArena:
         self._arena = arena
         self._lease = lease
         self._counted = arena.held  # the arena's part of the lease's bounds
+        self.answers_at_bytes: int | None = None
         self._lock = threading.Lock()
 
     @property
@@ -63,9 +65,15 @@ class LeasedArena:
             self._arena.map(extents)
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Unmap `extents`; see `Arena`."""
+        """Unmap `extents`; see `Arena`. Answers the recall once no more than `answers_at_bytes` are held."""
         with self._bounded(going=len(extents)):
             self._arena.unmap(extents)
+        if self.answers_at_bytes is None or self._lease.recall is None:
+            return
+        with suppress(DriverError):  # what is not released stays counted; it is tried again after the step
+            self.trim()
+        if (recall := self._lease.recall) is not None and self._lease.held_bytes <= self.answers_at_bytes:
+            self._lease.answer_unmapped(max(self._lease.held_bytes, recall.target_bytes))
 
     def prepare(self, num_extents: int) -> None:
         """Prepare memory for `num_extents` extents; see `Arena`. Raises GrantExceeded too."""

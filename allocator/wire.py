@@ -36,7 +36,7 @@ from .errors import (
     UnknownEngine,
 )
 
-PROTOCOL = 6
+PROTOCOL = 8
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
@@ -172,11 +172,16 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
-    """The bytes the engine holds by class. Of these, no request needs `free_bytes`, nor `kept_bytes`, which hold prefixes."""
+    """The bytes the engine holds by class. Of these, no request needs `free_bytes`, nor `kept_bytes`, which hold prefixes.
+
+    `num_waiting` of its requests are not running. `reused`: prompts find half of their tokens or more in its prefixes.
+    """
 
     held: Classes
     free_bytes: Bytes
     kept_bytes: Bytes = 0
+    num_waiting: Count = 0
+    reused: Flag = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +355,8 @@ class LeaseView:
     recall_target_bytes: MaybeBytes
     recall_age_ms: MaybeMs  # since the oldest pending recall
     kept_bytes: Bytes = 0  # of `free_bytes`, what holds cached prefixes
+    num_waiting: Count = 0  # requests, as last reported
+    lacking_ms: MaybeMs = None  # how long its requests have waited for memory beyond the grant; None: they do not
 
 
 @dataclass(frozen=True, slots=True)

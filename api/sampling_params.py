@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import FrozenInstanceError, InitVar, dataclass, fields, replace
 from itertools import islice
 from operator import attrgetter
@@ -327,10 +327,21 @@ def _keep(params: SamplingParams) -> None:
         if _is_list(value):
             kept = tuple(islice(value, most + 1))
             if name == "bad_words_ids":
-                kept = tuple(tuple(islice(ids, most + 1)) if _is_list(ids) else ids for ids in kept)
+                kept = tuple(_up_to(most + 1, kept))
             object.__setattr__(params, name, kept)
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
+
+
+def _up_to(left: int, lists: Iterable[Any]) -> Iterator[Any]:
+    """The lists up to so many ids of all of them; what is none stays, to be refused."""
+    for ids in lists:
+        if _is_list(ids):
+            ids = tuple(islice(ids, left))
+            left -= len(ids)
+        yield ids
+        if not left:
+            return
 
 
 def _schema_of(describe: Callable[[], Any]) -> Any:

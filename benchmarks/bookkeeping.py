@@ -67,7 +67,7 @@ def decode_steps(
         counted = not scheduler.num_waiting and bool(samples or scheduler.stats.steps > 1)
         start = time.perf_counter()
         plan = scheduler.schedule(0.0) if behind is None else behind
-        behind = scheduler.schedule_ahead(0.0) if ahead else None
+        behind = scheduler.schedule_ahead() if ahead else None
         planned = time.perf_counter()
         result = answer(plan, rng)
         applying = time.perf_counter()

@@ -345,6 +345,7 @@ KINDS = {
     "live": "live blocks (preempted)",
 }
 BUT_FOR_BYTES = {"free": 16 * MIB, "cached": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}  # at most half of a recall
+BEYOND_MS = {"free": 2, "cached": 4, "live": 6}  # bounds
 TARGETS = {"free": 1.3, "cached": 1.3, "half": 2.0, "live": None}
 PARTS = (*KINDS, *(f"{kind}-decode" for kind in KINDS), "growth", "speed", "idle")
 Samples = list[float]
@@ -399,9 +400,11 @@ def shape(rig: EngineProcess, kind: str) -> None:
         rig.call("clear")
 
 
-def recalls(rig: EngineProcess, kind: str, rounds: int, busy: bool) -> tuple[Samples, Samples, Samples, Samples]:
-    """Seconds of recalls, under decode or idle, and of their bare cost; of the steps within a recall and of the others."""
-    took, bare, within, outside = Samples(), Samples(), Samples(), Samples()
+def recalls(rig: EngineProcess, kind: str, rounds: int, busy: bool) -> tuple[Samples, Samples, Samples, Samples, Samples]:
+    """Seconds of recalls, under decode or idle, and of their bare cost; of the steps within a recall and of the others; of
+    recalls from the end of the step that ran.
+    """
+    took, bare, within, outside, behind = Samples(), Samples(), Samples(), Samples(), Samples()
     copied = rig.moved_extents * rig.first["blocks_per_extent"] // 2 if kind == "half" else 0
     light = kind in ("free", "cached")
     for _ in range(rounds):
@@ -416,11 +419,13 @@ def recalls(rig: EngineProcess, kind: str, rounds: int, busy: bool) -> tuple[Sam
         took.append(seconds)
         if busy:
             time.sleep(0.3)
-            for start, end in rig.call("rest")[1:]:
+            steps = rig.call("rest")[1:]
+            behind.append(began + seconds - max((end for start, end in steps if start <= began < end), default=began))
+            for start, end in steps:
                 (within if end > began and start < began + seconds else outside).append(end - start)
             rig.call("computing", False)
         rig.call("clear")
-    return took, bare, within, outside
+    return took, bare, within, outside, behind
 
 
 def ratio(name: str, over: Samples, under: Samples, target: float | None) -> Figure:
@@ -435,16 +440,24 @@ def recall_figures(rig: EngineProcess, kinds: list[str], parts: list[str], round
         for part, how, bound in ((kind, "idle", TARGETS[kind]), (f"{kind}-decode", "under decode", 3.0)):
             if part not in parts:
                 continue
-            took, bare, within, outside = recalls(rig, kind, rounds, part != kind)
+            took, bare, within, outside, behind = recalls(rig, kind, rounds, part != kind)
             figures += [
                 ratio(f"recall of {rig.amount} of {KINDS[kind]}, {how} / bare", took, bare, bound),
                 median_time("... recall", took, "ms"),
                 median_time("... bare", bare, "ms"),
             ]
             if part != kind:
-                share = percentile(within, 0.99) / percentile(outside, 0.99)
-                figures.append(Figure("... p99 of the steps within a recall / of the others", share, "x", 2.0))
+                if within:
+                    share = percentile(within, 0.99) / percentile(outside, 0.99)
+                    figures.append(Figure("... p99 of the steps within a recall / of the others", share, "x", 2.0))
                 figures.append(median_time("... steps otherwise", outside, "ms"))
+                if kind == "half":
+                    figures.append(ratio("... from the end of the step that ran / bare", behind, bare, 1.3))
+                else:
+                    beyond = [a - b for a, b in zip(behind, bare, strict=True)]
+                    figures.append(
+                        median_time("... beyond bare, from the end of the step that ran", beyond, "ms", BEYOND_MS[kind])
+                    )
     return figures
 
 

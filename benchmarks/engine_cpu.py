@@ -11,7 +11,8 @@ the machine's speed affects all of them; a figure is the median over the rounds 
 a batch.
 
 With `--peers DIR` OpenVINO GenAI and llama.cpp run instead of transformers, in the environments and on the models that
-`python -m benchmarks.peers.make DIR` makes; `--busy N` has N busy processes run beside every engine.
+`python -m benchmarks.peers.make DIR` makes; `--busy N` has N busy processes run beside every engine. The cores that others used
+meanwhile are a figure: a row in which they are more than those N was not measured alone.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -75,6 +76,24 @@ def save_qwen3(folder: Path, hidden: int, layers: int, seed: int, positions: int
         max_position_embeddings=positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def random_qwen3_5(hidden: int, layers: int, seed: int, positions: int) -> Any:
+    """A model with Qwen3.5's layers in float32: three with the gated delta rule, 16 heads of 128, to one with attention."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=max(VOCABULARY, 32 * hidden), hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2, head_dim=256, tie_word_embeddings=True,
+        layer_types=["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
+        linear_num_value_heads=16, linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+        max_position_embeddings=positions, pad_token_id=0, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save_qwen3_5(folder: Path, hidden: int, layers: int, seed: int, positions: int = 2048) -> None:
+    """The same in a folder."""
+    random_qwen3_5(hidden, layers, seed, positions).save_pretrained(folder)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:

@@ -11,7 +11,9 @@ fresh memory, in the same process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,9 +26,21 @@ from benchmarks.load import save_qwen2
 from benchmarks.processes import Worker
 from pagetide import LLM
 from pagetide.common.units import MIB
+from pagetide.engine.loading.mapped_files import LIBC
+from pagetide.engine.loading.mapped_weights import MappedWeights
 
 HIDDEN, LAYERS = 1024, 24
 MOST_TIME, MOST_MEMORY = 2.5, 1.15
+
+
+def cached_bytes(weights: MappedWeights) -> int:
+    """Bytes of weights that are in memory, of this process or of the page cache."""
+    pages = 0
+    for one in weights.extents:
+        state = (ctypes.c_ubyte * (one.num_bytes // mmap.PAGESIZE))()
+        if LIBC.mincore(ctypes.c_void_p(one.begin), ctypes.c_size_t(one.num_bytes), state) == 0:
+            pages += sum(page & 1 for page in bytes(state))
+    return pages * mmap.PAGESIZE
 
 
 def memory_bytes(name: str) -> int:

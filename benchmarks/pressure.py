@@ -90,9 +90,9 @@ class PressureStub:
         self._last = np.zeros(LIMITS.num_rows, np.int64)  # by row: tokens computed when the stop token is sampled
 
     def execute(self, plan: Plan) -> Result:
-        for new in plan.admitted:
+        for row, new in plan.admitted.items():
             number = int(new.request_id)
-            self._last[new.row] = self.load.prompts[number] + self.load.outputs[number] - 1
+            self._last[row] = self.load.prompts[number] + self.load.outputs[number] - 1
         self.computed_tokens += plan.num_tokens
         sampled = plan.rows[plan.samples]
         computed = (plan.starts + plan.lengths)[plan.samples]

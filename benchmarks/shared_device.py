@@ -3,10 +3,11 @@
 Each engine is the real `Scheduler`, `CacheManager` and, with a lease, `EngineMemory`; the broker is the real `LeaseTable` with
 its `DeviceAccount` and `decide`. Modelled are time, the GPU, the arena and the socket:
 
-    a step     the roofline of modelled_clock.py, EXTENT_S for each extent mapped or unmapped, and copies at COPY_BYTES_PER_S
-    the GPU    computes one step at a time; engines take turns in the order in which they are ready
+    a step     by its `Shape`: the roofline of modelled_clock.py, EXTENT_S for each extent mapped or unmapped, and copies at
+               COPY_BYTES_PER_S; or what a caller has measured
+    the GPU    computes one step at a time; engines take turns in the order in which they are ready. Or each has a core
     messages   arrive MESSAGE_S later; the device is measured, and the broker decides, every TICK_S and PAUSE_S after messages
-    outputs    unknown to the scheduler until the stop token
+    outputs    unknown to the scheduler until the stop token, unless it `knows_lengths`
 
 A run depends on its arguments alone.
 """
@@ -64,6 +65,33 @@ MAX_SEQS = 64
 TOKEN, STOP = 3, 2
 VOCABULARY = 1 << 30
 DEVICE = "GPU-modelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the pool and the steps of an engine are made of."""
+
+    plan_s: Callable[[Plan], float]  # seconds that computing a plan takes
+    block_bytes: int
+    block_size: int = BLOCK_SIZE
+    blocks_per_extent: int = 1
+    max_seqs: int = MAX_SEQS
+    max_step_tokens: int = MAX_STEP_TOKENS
+    map_s: float = EXTENT_S  # for each extent
+    unmap_s: float = EXTENT_S
+    copied_bytes_per_s: float = COPY_BYTES_PER_S
+    knows_lengths: bool = False  # whether each request says how many tokens it will get
+
+    @classmethod
+    def of(cls, roofline: Roofline) -> Shape:
+        """That of a model on a card."""
+        block_bytes = BLOCK_SIZE * roofline.model.kv_bytes
+        return cls(roofline.plan_s, block_bytes, blocks_per_extent=max(1, EXTENT_TARGET_BYTES // block_bytes))
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of an extent."""
+        return self.blocks_per_extent * self.block_bytes
 
 
 class Clock:
@@ -138,36 +166,37 @@ class Served:
 class ModelledEngine:
     """An engine of the device: its scheduler, and the memory that an arrangement gives it."""
 
-    def __init__(self, number: int, roofline: Roofline, num_extents: int, mapped: int, max_tokens: int, *,
+    def __init__(self, number: int, shape: Shape, num_extents: int, mapped: int, max_tokens: int, *,
                  forecast: bool = True, max_cached_tokens: int | None = None) -> None:  # fmt: skip
-        self.number, self.roofline = number, roofline
-        block_bytes = BLOCK_SIZE * roofline.model.kv_bytes
-        self.per_extent = max(1, EXTENT_TARGET_BYTES // block_bytes)
-        self.extent_bytes = self.per_extent * block_bytes
+        self.number, self.shape = number, shape
+        self.per_extent, self.extent_bytes = shape.blocks_per_extent, shape.extent_bytes
         allocator = BlockAllocator(num_extents * self.per_extent, blocks_per_extent=self.per_extent, mapped=range(mapped))
-        limits = Limits(MAX_SEQS, MAX_STEP_TOKENS, max_tokens, forecast=forecast)
-        cached = None if max_cached_tokens is None else max_cached_tokens // BLOCK_SIZE
+        limits = Limits(shape.max_seqs, shape.max_step_tokens, max_tokens, forecast=forecast)
+        cached = None if max_cached_tokens is None else max_cached_tokens // shape.block_size
         cache = CacheManager(
-            RowTables(allocator, BLOCK_SIZE, limits.num_rows, max_tokens), PrefixHasher(BLOCK_SIZE, b"sharing"),
+            RowTables(allocator, shape.block_size, limits.num_rows, max_tokens), PrefixHasher(shape.block_size, b"sharing"),
             max_cached_blocks=cached,
         )  # fmt: skip
-        self.scheduler = Scheduler(cache, limits, SwapCost(block_bytes, BLOCK_SIZE))
+        self.scheduler = Scheduler(cache, limits, SwapCost(shape.block_bytes, shape.block_size))
         self.arena = ModelledArena(num_extents, self.extent_bytes)
         self.arena.map(range(mapped))
         self.leased: LeasedArena | ModelledArena = self.arena
         self.memory: Memory = FixedMemory()
         self.is_ready = self.is_stepping = False
+        self.moving_s = 0.0  # that a plan takes to unmap: what the arena says of it is said that much later
         self._last = np.zeros(limits.num_rows, np.int64)  # by row: tokens computed when the stop token is sampled
         self._requests: dict[str, Served] = {}
 
     def add(self, request: Served, name: str) -> None:
         """Queue a request; its prompt is made of its ids, and a tail of its own."""
         rng = np.random.default_rng((1, int(name)))
-        size = BLOCK_SIZE
+        size = self.shape.block_size
         ids = request.ids[: request.prompt_tokens // size]
         head = ((ids[:, None] * size + np.arange(size)) % (VOCABULARY - 4) + 4).astype(np.int32).ravel()
         tail = rng.integers(4, VOCABULARY, request.prompt_tokens - len(head), dtype=np.int32)
         sampling = Sampling(max(2048, request.output_tokens), stop_token_ids=(STOP,))
+        if self.shape.knows_lengths:
+            sampling = Sampling(request.output_tokens)
         self._requests[name] = request
         self.scheduler.add(Request(name, np.concatenate((head, tail)), sampling, arrival=request.due))
 
@@ -175,10 +204,11 @@ class ModelledEngine:
         """Plan a step; it takes the returned seconds from now on. What it maps and unmaps is done now."""
         self.memory.prepare()
         plan = self.scheduler.schedule(now)
-        for new in plan.admitted:
+        for row, new in plan.admitted.items():
             request = self._requests[new.request_id]
-            self._last[new.row] = request.prompt_tokens + request.output_tokens - 1
+            self._last[row] = request.prompt_tokens + request.output_tokens - 1
         mapped, refused = plan.resize.map, None
+        self.moving_s = self.shape.unmap_s * len(plan.resize.unmap)
         self.leased.unmap(plan.resize.unmap.tolist())
         try:
             self.leased.map(mapped.tolist())
@@ -187,9 +217,10 @@ class ModelledEngine:
         sampled = plan.rows[plan.samples]
         computed = (plan.starts + plan.lengths)[plan.samples]
         tokens = np.where(computed == self._last[sampled], STOP, TOKEN).astype(np.int32)
-        compute_s = self.roofline.plan_s(plan) if len(plan.rows) else 0.0
-        copied_bytes = 0 if plan.copies is None else len(plan.copies.sources) * self.extent_bytes / self.per_extent
-        moves_s = EXTENT_S * (len(mapped) + len(plan.resize.unmap)) + copied_bytes / COPY_BYTES_PER_S
+        compute_s = self.shape.plan_s(plan) if len(plan.rows) else 0.0
+        copied_bytes = 0 if plan.copies is None else len(plan.copies.sources) * self.shape.block_bytes
+        moves_s = self.moving_s + self.shape.map_s * len(mapped) + copied_bytes / self.shape.copied_bytes_per_s
+        self.moving_s = 0.0
         result = Result(
             plan.step_id, plan.samples.astype(np.int32), tokens, mapped=mapped, unmapped=plan.resize.unmap,
             refused=refused, compute_s=compute_s,
@@ -203,7 +234,7 @@ class ModelledEngine:
             request = self._requests[request_id]
             request.first = now if request.first is None else request.first
         for end in outputs.finished:
-            assert end.reason == "stop", (end.reason, end.error)
+            assert end.reason == ("length" if self.shape.knows_lengths else "stop"), (end.reason, end.error)
             self._requests[end.request_id].last = now
         self.memory.after_step()
         return len(outputs.finished)
@@ -215,14 +246,13 @@ class ModelledEngine:
 
 
 class ModelledDevice:
-    """The GPU, the engines and their clock. `serve` runs a load to its end."""
+    """The GPU, the engines and their clock. `serve` runs a load to its end. With `cores` each engine computes by itself."""
 
-    def __init__(self, clock: Clock, engines: Sequence[ModelledEngine]) -> None:
+    def __init__(self, clock: Clock, engines: Sequence[ModelledEngine], *, cores: bool = False) -> None:
         self.clock, self.engines = clock, engines
         self.ended = 0
-        self.held_s = self.live_s = 0.0  # extent-seconds mapped, and of blocks in use
         self._turns: deque[ModelledEngine] = deque()
-        self._is_busy = False
+        self._places = len(engines) if cores else 1  # where steps may run
 
     def serve(self, load: Sequence[Served], within_s: float = 4.0) -> None:
         """Serve `load`; requests that have not ended when `within_s` times the arrivals' time is over stay unfinished."""
@@ -258,8 +288,8 @@ class ModelledDevice:
         self.kick(engine)
 
     def _next(self) -> None:
-        if not self._is_busy and self._turns:
-            self._is_busy = True
+        if self._places and self._turns:
+            self._places -= 1
             engine = self._turns.popleft()
             engine.is_ready = False
             self._step(engine, on_gpu=True)
@@ -273,7 +303,7 @@ class ModelledDevice:
         engine.is_stepping = False
         self.ended += engine.end(plan, result, self.clock.now)
         if on_gpu:
-            self._is_busy = False
+            self._places += 1
         if engine.wants_step:
             self.kick(engine)
         self._next()
@@ -354,8 +384,8 @@ class ModelledBroker:
         self.table.decide_all()
         self.clock.after(TICK_S, self.tick)
 
-    def receive(self, message: Callable[[], None], decides: bool) -> None:
-        """Handle a message of an engine when it has arrived."""
+    def receive(self, message: Callable[[], None], decides: bool, after_s: float = 0.0) -> None:
+        """Handle a message that an engine sends in `after_s`, when it has arrived."""
 
         def arrive() -> None:
             message()
@@ -363,7 +393,7 @@ class ModelledBroker:
                 self._decides_at = max(self.clock.now, self._decided_at + PAUSE_S)
                 self.clock.at(self._decides_at, self._decide)
 
-        self.clock.after(MESSAGE_S, arrive)
+        self.clock.after(after_s + MESSAGE_S, arrive)
 
     def _decide(self) -> None:
         self._decides_at, self._decided_at = None, self.clock.now
@@ -390,7 +420,7 @@ class ModelledBroker:
 
 
 class ModelledLease:
-    """The engine's end of a lease: the real balance, messages that take MESSAGE_S. See `EngineLease`."""
+    """The engine's end of a lease: the real balance, messages that take MESSAGE_S. See `Lease`."""
 
     device_uuid = DEVICE
     connected = True
@@ -423,10 +453,19 @@ class ModelledLease:
     def shift(self, lower_bytes: int, upper_bytes: int) -> None:
         self.balance.shift(lower_bytes, upper_bytes)
 
-    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+    def report(
+        self,
+        held: Mapping[str, int],
+        free_bytes: int,
+        kept_bytes: int = 0,
+        *,
+        moving_bytes: int = 0,
+        num_waiting: int = 0,
+        reused: bool = True,
+    ) -> None:
         total = sum(held.values())
         self.balance.set_bounds(total - moving_bytes, total)
-        report = wire.ReportMessage(dict(held), free_bytes, kept_bytes)
+        report = wire.ReportMessage(dict(held), free_bytes, kept_bytes, num_waiting, reused)
         if report != self._report:
             self._report = report
             self._send(lambda lease: self._broker.table.report(lease, report), decides=False)
@@ -457,7 +496,7 @@ class ModelledLease:
         return self.poll()
 
     def _send(self, message: Callable[[LeaseAccount], None], decides: bool = True) -> None:
-        self._broker.receive(lambda: message(self._broker.account_of(self)), decides)
+        self._broker.receive(lambda: message(self._broker.account_of(self)), decides, self.engine.moving_s)
 
 
 def lease_memory(engine: ModelledEngine, broker: ModelledBroker, *, base_bytes: int, min_extents: int) -> EngineMemory:

@@ -51,6 +51,7 @@ from benchmarks.shared_device import (
     ModelledEngine,
     PooledMemory,
     Served,
+    Shape,
     SharedPool,
     lease_memory,
 )
@@ -278,9 +279,9 @@ def run(mix: Mix, load: Sequence[Served], arrangement: str, split: float | None 
     began = time.process_time()
     load = [replace(one) for one in load]
     clock, roofline = Clock(), Roofline(mix.gpu, mix.model, REACHED)
+    shape = Shape.of(roofline)
     longest = max(one.prompt_tokens + one.output_tokens for one in load)
-    extent_bytes = ModelledEngine(0, roofline, 2, 1, 64).extent_bytes
-    total = mix.kv_bytes // extent_bytes
+    total = mix.kv_bytes // shape.extent_bytes
     equal = total // len(mix.kinds)
     pooled = arrangement in ("first", "pool", "leases")
     cached = FIRST_CACHED_TOKENS if any(len(one.ids) for one in load) else 0
@@ -296,7 +297,7 @@ def run(mix: Mix, load: Sequence[Served], arrangement: str, split: float | None 
         engines.append(
             ModelledEngine(
                 number,
-                roofline,
+                shape,
                 size,
                 mapped,
                 longest + 64,

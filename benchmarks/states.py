@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median, report
+from benchmarks.load import random_qwen3_5
 from pagetide import LLM, SamplingParams
 from pagetide.cache.geometry import Geometry, LayerShape, StateShape
 from pagetide.engine.layers import recurrences
@@ -30,17 +30,8 @@ CHANNELS = 3 * HEADS * DIM
 
 def speed(layers: int, hidden: int, tokens: int, rounds: int, rng: np.random.Generator) -> list[Figure]:
     """Prefill and decode steps of a batch, as shares of what `generate` takes."""
-    vocab = 32 * hidden
-    config = AutoConfig.for_model(
-        "qwen3_5_text", vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=256, max_position_embeddings=4096, tie_word_embeddings=True,
-        layer_types=["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
-        linear_num_value_heads=HEADS, linear_num_key_heads=HEADS, linear_key_head_dim=DIM, linear_value_head_dim=DIM,
-        pad_token_id=0, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    prompts = [rng.integers(1, vocab, count).tolist() for count in rng.integers(64, 160, ROWS)]
+    model = random_qwen3_5(hidden, layers, 0, 4096)
+    prompts = [rng.integers(1, 32 * hidden, count).tolist() for count in rng.integers(64, 160, ROWS)]
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = (torch.arange(longest) >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]).long()
@@ -105,13 +96,19 @@ def kernels(copies: int) -> list[Figure]:
     def scaled(turn: int) -> None:
         dense[turn].mul_(0.999)
 
-    best = {
-        run: min(cpu_s(lambda run=run, i=i: run(i % copies)) for i in range(8 * copies)) for run in (native, torchs, scaled)
-    }  # type: ignore[misc]
+    times = {native: [], torchs: [], scaled: []}  # type: ignore[var-annotated]
+    for turn in range(8 * copies):
+        for number, (run, seconds) in enumerate(times.items()):  # each over states that no cache has from the others
+            seconds.append(cpu_s(lambda run=run, at=turn + number * copies // 3: run(at % copies)))  # type: ignore[misc]
+    name, of_native = f"gated delta rule, {ROWS} rows, {HEADS} heads", times[native]
     return [
-        Figure(f"gated delta rule, {ROWS} rows, {HEADS} heads", best[native] * 1e3, "ms"),
-        Figure("torch's own / gated delta rule", best[torchs] / best[native], "x", 20, "higher"),
-        Figure("x *= a over the same states / gated delta rule", best[scaled] / best[native], "x", 0.9, "higher"),
+        median(name, [seconds * 1e3 for seconds in of_native], "ms"),
+        *(
+            median(
+                f"{other} / gated delta rule", [a / b for a, b in zip(times[run], of_native, strict=True)], "x", least, "higher"
+            )
+            for run, other, least in ((torchs, "torch's own", 20), (scaled, "x *= a over the same states", 0.9))
+        ),
     ]
 
 

@@ -2,12 +2,18 @@
 
     python -m benchmarks.waking [--json FILE] [--rounds 9] [--hidden 1024] [--layers 8] [--dtype float32] [--cycles 100]
                                [--seed 0]
+    python -m benchmarks.waking --peers DIR [--json FILE] [--rounds 9] [--seed 0]
 
 A random Qwen2-like model, in a process of its own. Level 1 leaves the weights to the page cache; level 2 gives them back.
 "Waking" of weights is mapping all of them (`MappedWeights.fill`), against `read` of the same bytes of the same file into
 memory that is there already; after level 2 both read from the disk. Waking of the engine is `AsyncLLM.wake_up`, and the
 first token that of a prompt of 64 tokens right after it. Growth is that of the resident set over 100 sleeps with a token
 between them, behind a tenth as many more and those that were timed.
+
+With `--peers`, the folder of `benchmarks.peers.make`: three models of 0.39 B parameters in bfloat16 in turn, by a server of
+pagetide with memory for one, and by llama-cpp-python's server behind a proxy that ends one process and starts the next, as
+llama-swap does (`benchmarks.peers.swapping`). Each request asks for one token behind 64; after a switch, and once more
+without one. The times of a switch are compared within a round; both have their files in the page cache.
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ import torch
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median, report
 from benchmarks.load import save_qwen2
-from benchmarks.loading import memory_bytes
+from benchmarks.loading import cached_bytes, memory_bytes
+from benchmarks.peers import swapping
 from benchmarks.processes import Worker
 from pagetide import AsyncLLM, SamplingParams
 from pagetide.common.units import MIB
@@ -106,7 +113,7 @@ def _measure_weights(weights: MappedWeights, level: Level, room: bytearray, samp
     began = time.perf_counter()
     weights.drop(level)
     samples[f"drop_{level}_s"].append(time.perf_counter() - began)
-    samples[f"cached_{level}"].append(weights.cached_bytes / weights.num_bytes)
+    samples[f"cached_{level}"].append(cached_bytes(weights) / weights.num_bytes)
     began = time.perf_counter()
     weights.fill()
     weights.wait()
@@ -169,7 +176,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--cycles", type=whole, default=CYCLES, help="sleeps over which memory may grow (%(default)s)")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="models in turn beside llama.cpp: of peers.make")
     args = parser.parse_args(argv)
+    if args.peers is not None:
+        found = swapping.compare(args.peers.absolute(), args.rounds, args.seed)
+        report("models in turn", found, args.seed, args.json)
+        return
     if args.hidden % 64:
         parser.error(f"16 heads of an even size need a hidden size that is a multiple of 64, got {args.hidden}")
     with tempfile.TemporaryDirectory() as scratch:

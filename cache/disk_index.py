@@ -7,7 +7,11 @@ docs/decisions/0076-disk-tier.md.
 
 A place holds what one block table has of a block of tokens. That of the index's first table is the *block*, and is in the tree.
 What the tables of another group have, those of a window or of a state, is its *unit* there: a place for each table, written,
-found and evicted as one, if the memory had it. A hit ends where every group can go on, as in memory (window_blocks.py).
+found and evicted as one, if the memory had it. A hit ends where every group can go on, as in memory (window_blocks.py). Where
+no layer reads all tokens, blocks have no bytes: their places are numbers behind those of the files, and are assigned anew in
+each process.
+
+A state is *superseded* once a later one is here behind it, and no other prefix parts there. These are evicted first.
 
     take                   written                  found
     free ─────────► findable, not whole ─────────► whole ─────────► read, compared with the record's check
@@ -76,6 +80,12 @@ def sound(records: Records) -> Records:
     checks = [zlib.crc32(raw[at + 4 : at + size]) for at in range(0, len(raw), size)]
     found: Records = records[records["check"] == np.array(checks, np.uint32)]
     return found
+
+
+def joined(parts: Sequence[Records]) -> Records:
+    """All of `parts`, of which there is one at least, in one array."""
+    filled = [part for part in parts if len(part)]
+    return filled[0] if len(filled) == 1 else np.concatenate(parts)  # numpy compares the fields of both for 30 us
 
 
 class PrefixRead(Protocol):
@@ -147,45 +157,67 @@ class KeptPrefixes(Protocol):
 
 class DiskIndex:
     """The blocks in the places `0 .. num_places - 1` of a disk tier, under the folder's `key`; `groups` are the other groups of
-    layers.
+    layers. With `num_nodes` these places are for units alone, and there are so many blocks without bytes.
 
     The engine's thread alone changes it. The one that writes the files reads `live_records` and `unsettled` meanwhile.
     """
 
-    def __init__(self, block_size: int, num_places: int, key: bytes, groups: Sequence[LayerGroup] = ()) -> None:
+    def __init__(
+        self, block_size: int, num_places: int, key: bytes, groups: Sequence[LayerGroup] = (), num_nodes: int = 0
+    ) -> None:
         if num_places < 1:
             raise ValueError(f"a disk tier has 1 place or more, got {num_places}")
-        self.num_places = num_places
-        self.records: Records = np.zeros(num_places, record_type(block_size))  # by place; of free places undefined
-        self.whole = np.zeros(num_places, np.bool_)
+        self.num_places, self.blocks_have_bytes = num_places, not num_nodes
+        capacity = num_places + num_nodes
+        self.records: Records = np.zeros(capacity, record_type(block_size))  # by place; of free places undefined
+        self.whole = np.zeros(capacity, np.bool_)
         self._key, self._block_size = key, block_size
-        self._index = PrefixIndex(PrefixHasher(block_size, key), num_places, ReuseDensity)
-        self._free = np.arange(num_places - 1, -1, -1, dtype=np.int32)  # descending: the lowest places are taken first
+        self._index = PrefixIndex(PrefixHasher(block_size, key), capacity, ReuseDensity)
+        # Descending, as the lowest are taken first: places in files, and, where blocks have no bytes, those of blocks.
+        self._free = _unused(np.zeros(capacity, np.bool_), num_places)
         self._salts: dict[bytes, bytes] = {}
         self.groups = tuple(groups)
         self._first_tables = 1 + np.cumsum([0, *(group.num_tables for group in groups)])  # of each group in records
         # Of each group and block: the first place of its unit, or NONE. Of each unit, by that: all its places.
-        self._heads = np.full((len(groups), num_places), NONE, np.int32)
+        self._heads = np.full((len(groups), capacity), NONE, np.int32)
         self._units: dict[int, Int32] = {}
-        self._owners = np.full(num_places, NONE, np.int32)  # of the places of units: the block they belong to
+        self._owners = np.full(capacity, NONE, np.int32)  # of the places of units: the block they belong to
+        self._superseded: dict[int, int] = {}  # first places of units of states, oldest first, and their group's number
 
     @property
     def num_used(self) -> int:
-        """Places that hold a block, or are about to."""
-        return self.num_places - len(self._free)
+        """Places in files that hold a block, or are about to."""
+        return self.num_places - len(self._free[0])
 
     @property
     def num_retained(self) -> int:
         """Blocks that hints retain."""
         return self._index.retained.num_nodes
 
+    def have_bytes(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Which of `records` have places in files."""
+        there: npt.NDArray[np.bool_] = records["place"] < self.num_places
+        return there
+
     def chain(self, tokens: Int32, salt: bytes | None) -> Chain:
         """The chain of `tokens` under `salt`, for the calls of this index."""
         return self._index.hasher.chain(tokens, None if salt is None else self._digest_of(salt))
 
+    def below(self, chain: Chain, num_tokens: int) -> Chain:
+        """A chain of the first `num_tokens` tokens of `chain`, or more, for the calls of this index. `chain` keeps it, so that
+        each token is hashed once.
+        """
+        own = chain.below
+        if own is None or own.hasher is not self._index.hasher:
+            own = chain.below = self.chain(chain.tokens[:num_tokens].copy(), chain.salt)
+        own.append(chain.tokens[own.num_tokens : num_tokens])
+        return own
+
     def find(self, chain: Chain, num_blocks: int) -> Int32:
         """The places of the first `num_blocks` blocks of `chain`, as many as are whole and every group can go on behind."""
         places = self._places(chain, num_blocks)
+        if not len(places):
+            return places
         places = places[: leading(self.whole[places])]
         heads = self._heads[:, places]
         have = zip(self.groups, (heads != NONE) & self.whole[heads], strict=True)
@@ -197,7 +229,7 @@ class DiskIndex:
         """
         found = self.find(chain, min(num_blocks, first + most))
         while len(found) > first:
-            places = [found[first:]]
+            places = [found[first:]] * self.blocks_have_bytes
             for number, begin in enumerate(self.begins(first, len(found))):
                 units = [self._units[head] for head in self._heads[number, found[begin:]].tolist()]
                 places.append(np.array(units, np.int32).T.ravel())
@@ -211,10 +243,6 @@ class DiskIndex:
         ends = np.array([upto])
         return [max(first, int(first_block_read(group, ends, self._block_size)[0])) for group in self.groups]
 
-    def num_known(self, chain: Chain, num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks of `chain` are here, whole or about to be written."""
-        return len(self._places(chain, num_blocks))
-
     def used(self, chain: Chain, num_blocks: int) -> None:
         """Count a use of the first `num_blocks` blocks of `chain`, as far as they are here."""
         hit = self._index.lookup(chain, num_blocks * self._index.hasher.block_size)
@@ -222,19 +250,22 @@ class DiskIndex:
             self._index.accept(hit)
             self._index.mark_used(hit.blocks)
             self._index.mark_evictable(hit.blocks)
+            for head in self._heads[:, hit.blocks[-1]].tolist():
+                self._superseded.pop(head, None)  # until another state follows
 
-    def take(self, chain: Chain, num_blocks: int) -> Records:
-        """Give places to the blocks of `chain` up to `num_blocks` that are not here, as many as there is room for.
+    def take(self, chain: Chain, num_blocks: int, most: int = MOST_PLACES) -> Records:
+        """Give places to the blocks of `chain` up to `num_blocks` that are not here, at most to `most`, and as many as there is
+        room for.
 
         Less valuable blocks are evicted for them. Returns the records of the new ones, in order, with no check of their bytes.
         """
         known = self._places(chain, num_blocks)
+        lacking = min(most, num_blocks - len(known))
+        if lacking < 1:
+            return self.records[:0]
         self._index.mark_used(known)
-        lacking = num_blocks - len(known)
-        if lacking > len(self._free):
-            victims = self._index.victims(max(lacking - len(self._free), self.num_places // _EVICTED_SHARE))
-            self._evict(victims)
-        places = self._take_free(min(lacking, len(self._free)))
+        self._make_room(lacking, not self.blocks_have_bytes)
+        places = self._take_free(lacking, not self.blocks_have_bytes)
         self._register(chain, known, places)
         self.whole[places] = False
         self.records[places] = self._records_of(chain, len(known), places)
@@ -247,15 +278,15 @@ class DiskIndex:
         path = self._places(chain, int(depths[-1]) + 1 if len(depths) else 0)
         depths = depths[depths < len(path)]
         tables = self.groups[number].num_tables
-        lacking = tables * len(depths)
         self._index.mark_used(path)
-        if lacking > len(self._free):
-            self._evict(self._index.victims(max(lacking - len(self._free), self.num_places // _EVICTED_SHARE)))
+        self._make_room(tables * len(depths))
         self._index.mark_evictable(path)
-        depths = depths[: len(self._free) // tables]
+        depths = depths[: len(self._free[0]) // tables]
         places = self._take_free(tables * len(depths)).reshape(tables, -1)
         owners = path[depths]
         self._add_units(number, owners, places)
+        for depth in depths.tolist() if self.groups[number].is_state else ():
+            self._supersede(number, path[:depth])
         records = np.concatenate([self.records[owners]] * tables)
         records["place"], records["until"] = places.ravel(), 0.0
         records["table"] = np.repeat(np.arange(tables) + self._first_tables[number], len(depths))
@@ -266,16 +297,21 @@ class DiskIndex:
     def lack_units(self, chain: Chain, number: int, depths: Index) -> npt.NDArray[np.bool_]:
         """Which of the blocks `depths` of `chain` are here and lack a unit of group `number`.
 
-        A state that spares few blocks of tokens behind an earlier one is not lacking: states are large.
+        A state that spares few blocks of tokens behind an earlier one is not lacking, for states are large, nor is one that
+        would be superseded.
         """
         path = self._places(chain, int(depths[-1]) + 1 if len(depths) else 0)
         have = self._heads[number, path] != NONE
-        lacking, group = np.zeros(len(depths), np.bool_), self.groups[number]
-        least, last = group.num_tables // _STATE_SHARE if group.is_state else 0, NONE
-        for i, depth in enumerate(depths[depths < len(path)].tolist()):
+        depths, lacking = depths[depths < len(path)], np.zeros(len(depths), np.bool_)
+        if not self.groups[number].is_state:
+            lacking[: len(depths)] = ~have[depths]
+            return lacking
+        least, last = self.groups[number].num_tables // _STATE_SHARE, NONE
+        newest = path[depths[-1]] if len(depths) else NONE
+        for i, depth in enumerate(depths.tolist()):
             before = np.flatnonzero(have[:depth])
             last = max(last, int(before[-1]) if len(before) else NONE)
-            lacking[i] = not have[depth] and depth - last >= least
+            lacking[i] = not have[depth] and depth - last >= least and not self._is_superseded(number, path[depth], newest)
             last = depth if lacking[i] else last
         return lacking
 
@@ -334,7 +370,8 @@ class DiskIndex:
         self.whole[:] = False
         self._heads[:] = self._owners[:] = NONE
         self._units.clear()
-        self._free = np.arange(self.num_places - 1, -1, -1, dtype=np.int32)
+        self._superseded.clear()
+        self._free = _unused(self.whole, self.num_places)
 
     def load(self, records: Records, now: float = math.inf) -> None:
         """Take in `records` of an earlier process, in the order in which they were written, into the empty index.
@@ -343,10 +380,12 @@ class DiskIndex:
         its hash is that of their tokens. Hints that end after `now` hold on.
         """
         records = sound(records)
-        records = records[records["place"] < self.num_places]
+        is_block = records["table"] == 0
+        nodes = records[is_block & (not self.blocks_have_bytes)]
+        records = records[self.have_bytes(records) & (self.blocks_have_bytes | ~is_block)]
         latest = {place: number for number, place in enumerate(records["place"].tolist())}
-        records = records[list(latest.values())]
-        units, records = records[records["table"] > 0], records[records["table"] == 0]
+        records = records[sorted(latest.values())]
+        units, records = records[records["table"] > 0], np.concatenate((nodes, records[records["table"] == 0]))
         numbers = np.argsort(records["depth"], kind="stable").tolist()
         known: dict[bytes, int] = {}
         parents: dict[int, int] = {}
@@ -366,9 +405,8 @@ class DiskIndex:
                 path.append(parents[path[-1]])
             self._load_path(records[path[::-1]], now)
         self._load_units(units)
-        used = self._used(np.arange(self.num_places))
-        self.whole[:] = used
-        self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
+        self.whole[:] = self._used(np.arange(len(self.whole)))
+        self._free = _unused(self.whole, self.num_places)
 
     def live_records(self) -> Records:
         """The records of all whole blocks, ancestors first, with the hints of now."""
@@ -382,7 +420,7 @@ class DiskIndex:
     def check_invariants(self) -> None:
         """Check that each place is free or findable, and each record that of its block. Raises AssertionError."""
         self._index.check_invariants()
-        used = self._used(np.arange(self.num_places))
+        used = self._used(np.arange(len(self.whole)))
         owned = np.flatnonzero(self._owners != NONE)
         assert not self._index.findable(owned).any(), "a place is of a block and of a unit"
         assert self._index.findable(self._owners[owned]).all(), "a unit of a block that is not there"
@@ -391,7 +429,14 @@ class DiskIndex:
         assert sorted(place for unit in self._units.values() for place in unit.tolist()) == owned.tolist(), (
             "a unit's place is lost"
         )
-        assert sorted(self._free.tolist()) == np.flatnonzero(~used).tolist(), "a place is lost, or twice in use"
+        free = _unused(used, self.num_places)
+        assert list(map(np.ndarray.tolist, self._free)) == list(map(np.ndarray.tolist, free)), (
+            "a place is lost, or twice in use"
+        )
+        blocks = np.flatnonzero(self._index.findable(np.arange(len(used))))
+        assert (self.blocks_have_bytes | (blocks >= self.num_places)).all(), "a block that has no bytes has a place in a file"
+        assert (owned < self.num_places).all(), "a unit has no place in a file"
+        assert all(self.groups[number].is_state and head in self._units for head, number in self._superseded.items())
         assert not self.whole[~used].any(), "a free place is whole"
         assert (self.records["place"][used] == np.flatnonzero(used)).all(), "a record names another place"
 
@@ -409,11 +454,41 @@ class DiskIndex:
         used: npt.NDArray[np.bool_] = self._index.findable(places) | (self._owners[as_index(places)] != NONE)
         return used
 
-    def _take_free(self, num: int) -> Int32:
-        """The lowest `num` free places, which are not free then."""
-        left = len(self._free) - num
-        places, self._free = self._free[left:][::-1].copy(), self._free[:left]
-        return places
+    def _take_free(self, num: int, kind: int = 0) -> Int32:
+        """The lowest `num` free places of `_free[kind]`, or as many as there are; they are not free then."""
+        free = self._free[kind]
+        left = max(0, len(free) - num)
+        self._free[kind] = free[:left]
+        return free[left:][::-1].copy()
+
+    def _make_room(self, num: int, kind: int = 0) -> None:
+        """Evict what is worth least until `num` places of `_free[kind]` are free, or nothing is left that may go."""
+        if len(self._free[kind]) >= num:
+            return
+        wanted = max(num, len(self._free[kind]) + self.num_places // _EVICTED_SHARE)
+        passed: list[Int32] = []
+        while self._superseded and kind == 0 and wanted > len(self._free[0]) + sum(map(len, passed)):
+            head = next(iter(self._superseded))
+            number, owner = self._superseded.pop(head), int(self._owners[head])
+            if self._is_superseded(number, owner) and not self._index.retained_until(np.array([owner]))[0]:
+                passed.append(self._remove_unit(number, owner))
+        if passed:
+            self._free_places(np.concatenate(passed))
+        # Where blocks have no bytes, what is wanted are the units of some of them.
+        each = 1 if self.blocks_have_bytes or kind else max(group.num_tables for group in self.groups)
+        while (lacking := wanted - len(self._free[kind])) > 0 and len(victims := self._index.victims(-(-lacking // each))):
+            self._evict(victims)
+
+    def _is_superseded(self, number: int, block: int, later: int = NONE) -> bool:
+        """Whether a state of group `number` at `block` is superseded; `later`: a block that has one, or is to have it."""
+        behind = self._index.unbranched_behind(block)
+        return bool(((self._heads[number, behind] != NONE) | (behind == later)).any())
+
+    def _supersede(self, number: int, before: Int32) -> None:
+        """There is a state of group `number` behind the blocks in `before`, a chain from its root."""
+        heads = self._heads[number, before]
+        for head in heads[heads != NONE][-1:].tolist():
+            self._superseded.setdefault(head, number)
 
     def _add_units(self, number: int, owners: Int32, places: Int32) -> None:
         """Let `places` [tables, n] be the units of group `number` at the blocks in `owners`."""
@@ -423,7 +498,9 @@ class DiskIndex:
 
     def _remove_unit(self, number: int, owner: int) -> Int32:
         """Take the unit of group `number` from the block in `owner`, which has one. Returns its places."""
-        places = self._units.pop(int(self._heads[number, owner]))
+        head = int(self._heads[number, owner])
+        places = self._units.pop(head)
+        self._superseded.pop(head, None)
         self._heads[number, owner] = self._owners[places] = NONE
         return places
 
@@ -459,14 +536,18 @@ class DiskIndex:
         path = path[: leading((chain.digests(len(path)) == path["digest"]).all(axis=1))]
         known = self._places(chain, len(path))
         self._index.mark_used(known)
-        fresh = path[len(known) :]
+        fresh = path[len(known) :].copy()
+        if not self.blocks_have_bytes:
+            fresh = fresh[: len(self._free[1])]
+            fresh["place"] = self._take_free(len(fresh), 1)
+            path = np.concatenate((path[: len(known)], seal(fresh)))
         until = np.maximum.accumulate(path["until"][::-1])[::-1]  # an ancestor is retained as long as what is behind it
         self._register(chain, known, fresh["place"].astype(np.int32), until, now)
         self.records[fresh["place"]] = fresh
 
     def _load_units(self, records: Records) -> None:
         """Take in the units with a record for each table, of blocks that are here and have none."""
-        used = np.flatnonzero(self._index.findable(np.arange(self.num_places)))
+        used = np.flatnonzero(self._index.findable(np.arange(len(self.whole))))
         owners = {self.records["digest"][at].tobytes(): at for at in used.tolist()}
         parts: dict[tuple[int, int], dict[int, int]] = {}
         for at, record in enumerate(records):
@@ -480,6 +561,9 @@ class DiskIndex:
                 unit = records[[by_table[table] for table in sorted(by_table)]]
                 self._add_units(number, np.array([owner], np.int32), unit["place"].astype(np.int32)[:, None])
                 self.records[unit["place"]] = unit
+        for number, owner in parts:
+            if self.groups[number].is_state and self._heads[number, owner] != NONE:
+                self._supersede(number, self._index.path_to(owner)[:-1])
 
     def _evict(self, places: Int32) -> None:
         freed = self._index.evict(places).blocks.astype(np.int32)
@@ -493,7 +577,10 @@ class DiskIndex:
 
     def _free_places(self, freed: Int32) -> None:
         self.whole[freed] = False
-        self._free = np.sort(np.concatenate((self._free, freed.astype(np.int32))))[::-1]
+        is_block = freed >= self.num_places
+        for kind, of_kind in enumerate((freed[~is_block], freed[is_block])):
+            if len(of_kind):
+                self._free[kind] = np.sort(np.concatenate((self._free[kind], of_kind.astype(np.int32))))[::-1]
 
     def _digest_of(self, salt: bytes) -> bytes:
         """The keyed digest by which a salt is known here."""
@@ -504,3 +591,9 @@ class DiskIndex:
             digest = hashlib.pbkdf2_hmac("sha256", salt, self._key, _SALT_ROUNDS)
             self._salts[salt] = digest
         return digest
+
+
+def _unused(used: npt.NDArray[np.bool_], num_places: int) -> list[Int32]:
+    """The places in files that are not `used`, and the others, both descending."""
+    free = np.flatnonzero(~used)[::-1].astype(np.int32)
+    return [free[free < num_places], free[free >= num_places]]

@@ -72,6 +72,7 @@ class GroupedTables(RowTables):
             _, num_rows, max_columns = self.anchor.blocks.shape
             extents = -(-(1 + num_rows * max_columns + num_nodes) // _ANCHORS_PER_EXTENT)
             self.anchors = BlockAllocator(extents * _ANCHORS_PER_EXTENT, blocks_per_extent=_ANCHORS_PER_EXTENT)
+            self.pins.anchors = self.anchors
 
     def blocks_for(self, tokens: int) -> int:
         return blocks_to_hold(self.groups, -(-tokens // self.block_size), self.block_size)
@@ -94,8 +95,9 @@ class GroupedTables(RowTables):
             needed -= int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
         return needed
 
-    def can_fork(self, parent: int, num_tokens: int) -> bool:
-        return all(table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
+    def can_fork(self, parent: int, num_tokens: int, computed: int) -> bool:
+        has_all = (table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
+        return super().can_fork(parent, num_tokens, computed) and all(has_all)
 
     def shared_by_fork(self, num_tokens: int) -> int:
         full = num_tokens // self.block_size
@@ -292,8 +294,9 @@ class GroupedTables(RowTables):
         if self._anchor_has_bytes:
             super().check_invariants(index)
         else:
-            self._check_pool(self.pool, self.with_bytes, index.windows.blocks)
-            self._check_pool(self.anchors, (self.anchor,), index.blocks.used)
+            self._check_pool(self.pool, self.with_bytes, index.windows.blocks, [self.pins.references(index)])
+            pinned = [index.blocks.of_node[nodes] for nodes in self.pins.nodes]
+            self._check_pool(self.anchors, (self.anchor,), index.blocks.used, pinned)
         for group, table in self._all:
             assert (table.starts <= table.lengths).all(), "a row that begins behind its end"
             assert (table.lengths <= self.anchor.lengths).all(), "a row with more than its first table"

@@ -14,6 +14,8 @@ A slot that a plan reads is written by a later plan at the earliest. Of two copi
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +85,7 @@ class HostTier:
         self._freed: list[Int32] = []
         self._back: list[tuple[Int32, Int32]] = []
         self._put: list[Int32] = []
+        self._withheld: list[weakref.ref[npt.NDArray[np.uint8]]] = []
         self._give_all()
 
     def _give_all(self) -> None:
@@ -97,6 +100,16 @@ class HostTier:
         return self.num_slots - self.num_free
 
     @property
+    def num_withheld(self) -> int:
+        """Slots for which the host has no memory yet, as bytes of sequences that were suspended lie there."""
+        return sum(len(store) for one in self._withheld if (store := one()) is not None)
+
+    @property
+    def num_available(self) -> int:
+        """Free slots that may be taken."""
+        return max(0, self.num_free - self.num_withheld)
+
+    @property
     def demotes(self) -> bool:
         """Whether there are slots, and demoting a block that is certain to be used again is worth it now."""
         return self.least_chance < 1 and self.num_slots > 0 and not self.resting
@@ -105,6 +118,10 @@ class HostTier:
     def copy_share(self) -> float:
         """The time to copy a block one way, of the time to compute its tokens."""
         return self.least_chance / (1 + self.least_chance)
+
+    def withhold(self, stores: Iterable[npt.NDArray[np.uint8]]) -> None:
+        """Let as many slots stay free as `stores` [n, payload_bytes] have blocks, for as long as each is referred to."""
+        self._withheld = [weakref.ref(store) for store in stores]
 
     def take(self, n: int) -> Int32:
         """Take `n` slots, which must be free; slots used before come first."""

@@ -27,7 +27,7 @@ With windows:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,7 +40,6 @@ from .block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate, mer
 from .cache_events import CacheEventLog
 from .disk_index import KeptPrefixes
 from .eviction import Lru, PolicyFactory
-from .layer_groups import LayerGroup
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
@@ -142,6 +141,10 @@ class CacheManager:
         """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
         return self.row_tables.blocks_for(tokens)
 
+    def blocks_to_pin(self, tokens: int) -> int:
+        """The most blocks in all tables together that a pin of the first `tokens` tokens of a prompt holds."""
+        return self.blocks_for(tokens // self.block_size * self.block_size)
+
     # -- what rows hold ----------------------------------------------------------------------------------------------
 
     def extend(self, rows: Index, upto: Index) -> Extension | None:
@@ -196,26 +199,22 @@ class CacheManager:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
         no more) in the tables without a window.
 
-        Full blocks are shared; a partly filled block is copied. Returns None, and changes nothing, if blocks are short.
-        The parent's tokens must be computed by plans that are done, and `can_fork` must hold.
+        Full blocks are shared; a partly filled block and a state are copied. Returns None, and changes nothing, if blocks are
+        short. The parent's tokens must be computed by plans that are done, and `can_fork` must hold.
         """
-        full, rest = divmod(num_tokens, self.block_size)
         upto = max(num_tokens, upto or 0)
         if self.blocks_for(upto) - self.row_tables.shared_by_fork(num_tokens) > self.pool.available:
             return None
         updates = self.row_tables.fork(parent, child, num_tokens, upto, self.swapping)
-        self._committed[child] = min(int(self._committed[parent]), full)
-        copies = None
-        if rest:
-            pairs = [(t.blocks[:, parent, full], t.blocks[:, child, full]) for t in self.tables]
-            sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-            copies = BlockCopies(self._bytes_at[sources], targets)
+        self._committed[child] = min(int(self._committed[parent]), num_tokens // self.block_size)
+        sources, targets = (self.row_tables.tail_of(row, num_tokens) for row in (parent, child))
+        copies = BlockCopies(self._bytes_at[sources], targets) if len(sources) else None
         return Extension(updates, copies, num_computed=num_tokens)
 
     def release(self, rows: Index) -> None:
         """Release the blocks of `rows` (distinct) and empty their tables."""
-        for i in self.swapping.demotion.sample(len(rows)):
-            self.swapping.demotion.left(self.row_tables.anchor.of(int(rows[i]))[0])
+        for i in self.swapping.offload_policy.sample(len(rows)):
+            self.swapping.offload_policy.left(self.row_tables.anchor.of(int(rows[i]))[0])
         self.row_tables.release(rows, self.index)
         self._committed[rows] = 0
         self.swapping.trim()
@@ -264,11 +263,12 @@ class CacheManager:
         the plan copies from these.
         """
         (chain, first, upto), (start, rest) = blocks_of, divmod(extension.num_computed, self.block_size)
-        upto = min(upto, first + len(data))
+        groups, anchor = self.index.windows.groups, self.row_tables.anchor
+        upto = min(upto, first + len(data)) if not groups else upto if len(data) else first
         if rest or first > start or start >= upto:
             return extension
-        groups, blocks = self.index.windows.groups, [self.row_tables.anchor.blocks[:, row, start:upto].copy()]
-        if (groups and extension.waits) or np.isin(blocks[0], copied).any():
+        blocks = [anchor.blocks[:, row, start:upto].copy()] if anchor in self.row_tables.with_bytes else []
+        if (groups and extension.waits) or any(np.isin(of_anchor, copied).any() for of_anchor in blocks):
             return extension
         if not groups:
             self.host.note_put(blocks[0][0])
@@ -277,8 +277,10 @@ class CacheManager:
         begun = self.row_tables.begin_at(row, start, upto, copied, self.swapping)
         if begun is None:
             return extension
+        reads = [first] * len(blocks)
+        reads += [max(first, int(first_block_read(group, np.array([upto]), self.block_size)[0])) for group in groups]
         blocks += begun[0]
-        data = np.concatenate(_parts_of(data, groups, (first, upto), blocks, self.block_size))
+        data = np.concatenate(_parts_of(data, reads, upto, blocks))
         # The plan puts the bytes there before anything reads them, so that others may find them now, and the state stays.
         tables = merged([extension.tables, begun[1], self.commit(row, chain, upto * self.block_size)])
         targets = np.concatenate([of_group.ravel() for of_group in blocks])
@@ -421,15 +423,11 @@ class CacheManager:
         self.swapping.check_invariants(self.index.blocks.used)
 
 
-def _parts_of(
-    data: npt.NDArray[np.uint8], groups: Sequence[LayerGroup], span: tuple[int, int], blocks: list[BlockIds], block_size: int
-) -> list[npt.NDArray[np.uint8]]:
-    """What of `data`, read for the blocks of tokens of `span` (`DiskIndex.to_read`), goes to `blocks` [tables, n] of the first
-    table and of each of `groups`: of each table the last n.
+def _parts_of(data: npt.NDArray[np.uint8], reads: list[int], upto: int, blocks: list[BlockIds]) -> list[npt.NDArray[np.uint8]]:
+    """What of `data`, read of each group for the blocks of tokens from `reads[i]` up to `upto` (`DiskIndex.to_read`), goes to
+    its `blocks[i]` [tables, n]: of each table the last n.
     """
     parts, at = [], 0
-    first, upto = span
-    reads = [first, *(max(first, int(first_block_read(group, np.array([upto]), block_size)[0])) for group in groups)]
     for begin, of_group in zip(reads, blocks, strict=True):
         tables, num = of_group.shape
         part = data[at : at + tables * (upto - begin)].reshape(tables, upto - begin, data.shape[1])

@@ -1,11 +1,13 @@
 """Pinned prefixes: chains of the prefix index with blocks that stay on the device although no request uses them.
 
 A pin holds a reference to each of its blocks, as a row does, so they are live: not evicted, and moved when their extent is
-given back. It is opened before its prompt is computed, which counts its blocks, and holds them once they are findable.
+given back. Of windows and states it holds what the token behind its last block reads. It is opened before its prompt is
+computed, which counts its blocks, and holds them once they are findable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,25 +18,31 @@ from .prefix_index import PrefixIndex
 from .prefix_tree import Nodes
 
 _NO_NODES: Nodes = np.empty(0, np.int64)
+_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """Blocks that it is to hold, and the nodes of those that it holds."""
+    """Blocks that it is to hold, in all tables; the nodes of those that it holds, and of these the ones with window blocks, by
+    group.
+    """
 
     num_blocks: int
     nodes: Nodes
+    of_windows: Sequence[Nodes] = ()
 
 
 class PinnedPrefixes:
     """Pins, by name, of blocks of `pool`.
 
     Attributes:
-        num_blocks: Blocks held, each counted once.
+        anchors: The blocks of the index's nodes: those of `pool`, or places without bytes.
+        num_blocks: Blocks of `pool` held, each counted once.
         num_lost: Pins that `end_newest` and `end_with` have ended.
     """
 
     def __init__(self, pool: BlockAllocator) -> None:
+        self.anchors = pool
         self.num_blocks = self.num_lost = 0
         self._pool = pool
         self._pins: dict[str, _Pin] = {}  # oldest first
@@ -53,12 +61,16 @@ class PinnedPrefixes:
         return [pin.nodes for pin in self._pins.values()]
 
     def references(self, index: PrefixIndex) -> BlockIds:
-        """The blocks of all pins, as often as pins hold them."""
-        return index.blocks.of_node[np.concatenate((_NO_NODES, *self.nodes))]
+        """The blocks of the pool that pins hold, as often as they do."""
+        return np.concatenate((_NO_BLOCKS, *(self._blocks_of(pin, index) for pin in self._pins.values())))
 
     def num_held(self, name: str) -> int:
-        """Blocks that pin `name` holds; 0 once it has ended."""
+        """Blocks of tokens that pin `name` holds; 0 once it has ended."""
         return len(self._pins[name].nodes) if name in self._pins else 0
+
+    def has_nodes_for(self, num_nodes: int, index: PrefixIndex) -> bool:
+        """Whether pins may hold `num_nodes` more. Of nodes without bytes they hold half of the index's at most."""
+        return self.anchors is self._pool or sum(map(len, self.nodes)) + num_nodes <= index.capacity // 2
 
     def num_among(self, nodes: Nodes) -> int:
         """How many of `nodes` are pinned."""
@@ -70,7 +82,8 @@ class PinnedPrefixes:
         self._pins[name] = _Pin(num_blocks, _NO_NODES)
 
     def hold(self, name: str, blocks: BlockIds, index: PrefixIndex) -> None:
-        """Let pin `name` hold the first of `blocks`, of a chain from its root that a row holds, as far as they are findable.
+        """Let pin `name` hold the first of `blocks`, of a chain from its root that a row holds, as many as are findable, and as
+        every group can go on behind.
 
         No effect if the pin has ended, or holds blocks.
         """
@@ -78,19 +91,29 @@ class PinnedPrefixes:
         if pin is None or len(pin.nodes):
             return
         findable = index.findable(blocks)
-        blocks = blocks[: pin.num_blocks] if findable.all() else blocks[: min(pin.num_blocks, int(findable.argmin()))]
-        self._pool.retain(blocks)
-        pin.nodes = index.blocks.nodes_in(blocks)
-        self._count()
+        nodes = index.blocks.nodes_in(blocks if findable.all() else blocks[: int(findable.argmin())])
+        nodes = nodes[: index.windows.num_readable(nodes, on_host=False)]
+        if not self.has_nodes_for(len(nodes), index):
+            return
+        pin.nodes = nodes
+        self.anchors.retain(index.blocks.of_node[nodes])
+        pin.of_windows = [index.windows.read_next(window, nodes) for window in index.windows]
+        for window, of_window in zip(index.windows, pin.of_windows, strict=True):
+            self._pool.retain(window.blocks_of(of_window).ravel())
+            window.mark_used(of_window)
+        self.num_blocks = len(np.unique(self.references(index)))
 
     def end(self, name: str, index: PrefixIndex) -> bool:
         """End pin `name`: its blocks stay findable until they are evicted. Returns whether it was there."""
         pin = self._pins.pop(name, None)
         if pin is not None and len(pin.nodes):
-            evictable = self._pool.release(index.blocks.of_node[pin.nodes])
+            evictable = self.anchors.release(index.blocks.of_node[pin.nodes])
             if len(evictable):
                 index.mark_evictable(evictable)
-            self._count()
+            for window, nodes in zip(index.windows, pin.of_windows, strict=True):
+                self._pool.release((blocks := window.blocks_of(nodes)).ravel())
+                window.mark_evictable(nodes[self._pool.references(blocks[0]) == 0][::-1], passed=False)
+            self.num_blocks = len(np.unique(self.references(index)))
         return pin is not None
 
     def end_newest(self, index: PrefixIndex) -> str:
@@ -101,18 +124,22 @@ class PinnedPrefixes:
         return name
 
     def end_with(self, blocks: Int32, index: PrefixIndex) -> None:
-        """End the pins that hold one of `blocks`."""
-        for name in [name for name, pin in self._pins.items() if np.isin(index.blocks.of_node[pin.nodes], blocks).any()]:
+        """End the pins that hold one of `blocks`, of the pool."""
+        for name in [name for name, pin in self._pins.items() if np.isin(self._blocks_of(pin, index), blocks).any()]:
             self.end(name, index)
             self.num_lost += 1
 
     def check_invariants(self, index: PrefixIndex) -> None:
         """Check that each pin holds a chain from its root, on the device. Raises AssertionError."""
         for name, pin in self._pins.items():
-            assert len(pin.nodes) <= pin.num_blocks, f"{name} holds more than it was opened for"
+            assert len(self._blocks_of(pin, index)) <= pin.num_blocks, f"{name} holds more than it was opened for"
             assert index.is_chain(pin.nodes), f"{name} holds no chain"
+            assert index.windows.num_readable(pin.nodes, on_host=False) == len(pin.nodes), f"{name} lacks what is read next"
             assert (index.blocks.of_node[pin.nodes] >= 0).all(), f"{name} holds a block that is not on the device"
-        assert self.num_blocks == len({node for pin in self._pins.values() for node in pin.nodes.tolist()}), "pinned blocks"
+        assert self.num_blocks == len(set(self.references(index).tolist())), "pinned blocks"
 
-    def _count(self) -> None:
-        self.num_blocks = len(np.unique(np.concatenate((_NO_NODES, *self.nodes))))
+    def _blocks_of(self, pin: _Pin, index: PrefixIndex) -> BlockIds:
+        """The blocks of the pool that `pin` holds."""
+        blocks = [index.blocks.of_node[pin.nodes]] if self.anchors is self._pool else [_NO_BLOCKS]
+        blocks += [window.blocks_of(nodes).ravel() for window, nodes in zip(index.windows, pin.of_windows, strict=False)]
+        return np.concatenate(blocks)

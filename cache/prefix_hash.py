@@ -89,10 +89,11 @@ class PrefixHasher:
 class Chain:
     """The tokens of one sequence and the hashes of its full blocks, each computed once, on demand.
 
-    Grows with `append`. An array passed as the initial tokens is not copied: it must not be written to any more.
+    Grows with `append`. An array passed as the initial tokens is not copied: it must not be written to any more. `below` is a
+    chain of the first of these tokens in another hash space (`DiskIndex.below`).
     """
 
-    __slots__ = ("_digests", "_num_hashed", "_sums", "_tokens", "hasher", "num_tokens", "salt")
+    __slots__ = ("_digests", "_num_hashed", "_sums", "_tokens", "below", "hasher", "num_tokens", "salt")
 
     def __init__(self, hasher: PrefixHasher, tokens: Sequence[int] | Int32, salt: bytes | None) -> None:
         self.hasher = hasher
@@ -101,6 +102,7 @@ class Chain:
         if self._tokens.ndim != 1:
             raise ValueError(f"tokens are a list of ids, got an array of shape {self._tokens.shape}")
         self.num_tokens = len(self._tokens)
+        self.below: Chain | None = None
         self._digests = np.empty((0, 2), np.uint64)  # of the first `_num_hashed` blocks, with spare room
         self._num_hashed = 0
         self._sums = hasher.start(salt)  # after the last hashed block

@@ -173,6 +173,14 @@ class PrefixIndex:
         self._hits[hit.nodes] += 1
         self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
 
+    def unbranched_behind(self, block: int) -> BlockIds:
+        """The blocks of the device behind `block`, findable there, down to the first behind which none or several follow."""
+        return self.blocks.of_node[self._tree.unbranched_behind(int(self.blocks.node_at[block]))]
+
+    def path_to(self, block: int) -> BlockIds:
+        """The blocks of the device of the prefix that ends with `block`, findable there."""
+        return self.blocks.of_node[self._tree.path_to(int(self.blocks.node_at[block]))]
+
     def is_chain(self, nodes: Nodes) -> bool:
         """Whether `nodes` are all blocks of a prefix, from its root on."""
         return not len(nodes) or np.array_equal(self._tree.path_to(int(nodes[-1])), nodes)

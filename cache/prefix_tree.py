@@ -65,6 +65,14 @@ class PrefixTree:
             path.append(parent)
         return np.array(path[::-1], np.int64)
 
+    def unbranched_behind(self, node: int) -> Nodes:
+        """The descendants of `node`, down to the first that has no child or several; none if `node` has."""
+        behind = []
+        while self._num_children_at[node] == 1:
+            node = self._child_at[node]
+            behind.append(node)
+        return np.array(behind, np.int64)
+
     def with_descendants(self, nodes: Nodes) -> Nodes:
         """`nodes` (distinct), followed by their descendants that are not among them."""
         chosen = self._chosen

@@ -67,7 +67,7 @@ class PoolResizer:
         self._bytes_at[targets] = moves
         if self._nodes_have_bytes:
             self._index.blocks.move(moves, targets)
-            self._swapping.demotion.moved(moves, targets)
+            self._swapping.offload_policy.moved(moves, targets)
         self._index.windows.move(moves, targets)
         places = np.zeros(self._allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets

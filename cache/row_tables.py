@@ -159,9 +159,9 @@ class RowTables:
         found = int(np.count_nonzero(self.pool.references(hit.blocks))) if len(hit.blocks) else 0
         return self.blocks_for(upto) - found
 
-    def can_fork(self, parent: int, num_tokens: int) -> bool:
-        """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
-        return True
+    def can_fork(self, parent: int, num_tokens: int, computed: int) -> bool:
+        """Whether row `parent`, with `computed` tokens, holds what a row reads that shares the first `num_tokens` of them."""
+        return num_tokens <= computed
 
     def shared_by_fork(self, num_tokens: int) -> int:
         """The blocks that a row shares that begins with the first `num_tokens` tokens of another one."""
@@ -253,8 +253,8 @@ class RowTables:
 
     def check_invariants(self, index: PrefixIndex) -> None:
         """Check entries and references. Raises AssertionError."""
-        pinned = [index.blocks.of_node[nodes] for nodes in self.pins.nodes]
-        self._check_pool(self.pool, self.with_bytes, np.concatenate((index.blocks.used, index.windows.blocks)), pinned)
+        findable = np.concatenate((index.blocks.used, index.windows.blocks))
+        self._check_pool(self.pool, self.with_bytes, findable, [self.pins.references(index)])
         assert not self.anchor.starts.any(), "a block is passed that all tokens read"
 
     # -- helpers -----------------------------------------------------------------------------------------------------

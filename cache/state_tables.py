@@ -1,9 +1,10 @@
 """The block tables of rows where layers have states, beside or instead of K and V.
 
 A row has one table more, of the blocks with its state, from its admission on. A step changes the state in place, so a state
-that others find is no row's: a hit copies it, and a row that goes on from one that it has given away gets a copy. States are
-kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there. With a host tier the
-state of a preempted sequence waits there with its partly filled last block, and so do states that others find.
+that others find is no row's: a hit copies it, a fork copies its parent's, and a row that goes on from one that it has given
+away gets a copy. States are kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks
+there. With a host tier the state of a preempted sequence waits there with its partly filled last block, and so do states that
+others find.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ class StateTables(GroupedTables):
         idle = np.count_nonzero(self.pool.references(self._found(hit, index).ravel()) == 0)
         return super().needed(upto, hit, index) + int(idle)
 
-    def can_fork(self, parent: int, num_tokens: int) -> bool:
-        """A state is that behind all computed tokens: no other row goes on from there."""
-        return False
+    def can_fork(self, parent: int, num_tokens: int, computed: int) -> bool:
+        """A state is that behind all computed tokens: the other row begins with a copy of it, before its parent goes on."""
+        is_behind = num_tokens == computed > 0 and num_tokens >= self._unsure.get(parent, 0)
+        return is_behind and super().can_fork(parent, num_tokens, computed)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +116,11 @@ class StateTables(GroupedTables):
             elif len(self.pool.release(found.ravel())):
                 self._states(index).mark_evictable(hit.nodes[-1:], passed=False)
         return self._and_state(updates, own), (found[:, 0], fresh) if found.size else None
+
+    def fork(self, parent: int, child: int, num_tokens: int, upto: int, swapping: Swapping) -> Updates:
+        updates, num_blocks = super().fork(parent, child, num_tokens, upto, swapping), self._group.num_tables
+        (own,) = self._table.append(np.array([child]), np.array([num_blocks]), swapping.allocate(num_blocks)[None])
+        return self._and_state(updates, own)
 
     def begin_at(
         self, row: int, start: int, upto: int, copied: Int32, swapping: Swapping
@@ -185,9 +192,11 @@ class StateTables(GroupedTables):
         try:
             fresh = swapping.allocate(len(blocks))
         except NoFreeBlocks:
+            self.pins.end_with(blocks, swapping.index)
+            swapping.trim()
             swapping.forget_window_blocks(states, node)
             return NO_UPDATE, None
         (update,) = self._table.replace(row, np.arange(len(blocks)), fresh[None])
-        self.pool.release(blocks)
-        states.mark_evictable(node, passed=True)
+        if len(self.pool.release(blocks)):  # else a pin holds it
+            states.mark_evictable(node, passed=True)
         return update, (blocks, fresh)

@@ -28,13 +28,13 @@ class SuspendedSequences:
         self,
         index: PrefixIndex,
         host: HostTier,
-        demotion: HostOffloadPolicy,
+        offload_policy: HostOffloadPolicy,
         bytes_at: Int32,
         take_slots: Callable[[int], Int32],
     ) -> None:
         self._index = index
         self._host = host
-        self._demotion = demotion
+        self._offload_policy = offload_policy
         self._bytes_at = bytes_at
         self._take_slots = take_slots
         self._block_size = index.hasher.block_size
@@ -117,4 +117,4 @@ class SuspendedSequences:
 
     def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
         """Count `by` more sequences that wait for the first `num_tokens` tokens of `chain`."""
-        self._demotion.wanted(*self._places(chain, num_tokens), by)
+        self._offload_policy.wanted(*self._places(chain, num_tokens), by)

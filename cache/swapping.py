@@ -52,7 +52,7 @@ class Swapping:
         max_cached_blocks: int | None = None,
     ) -> None:
         self.host = HostTier(num_slots)
-        self.demotion = HostOffloadPolicy(anchors.num_blocks, num_slots)
+        self.offload_policy = HostOffloadPolicy(anchors.num_blocks, num_slots)
         self.max_cached_blocks = max_cached_blocks
         self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self.index = index
@@ -60,7 +60,7 @@ class Swapping:
         self._anchors = anchors
         self._nodes_have_bytes = anchors is allocator
         self._bytes_at = bytes_at
-        self.suspended = SuspendedSequences(index, self.host, self.demotion, bytes_at, self._take_slots)
+        self.suspended = SuspendedSequences(index, self.host, self.offload_policy, bytes_at, self._take_slots)
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Swapping:
         if not self.host.demotes:
             self.evicted_blocks += self._evict(victims)
             return
-        worth = self.demotion.worth(victims, self.host.least_chance)
+        worth = self.offload_policy.worth(victims, self.host.least_chance)
         if not worth.all():
             self.evicted_blocks += self._evict(victims[~worth])
             victims = victims[worth]
@@ -156,7 +156,7 @@ class Swapping:
         """Move the contents of `slots`, found after the blocks of a row, to the row's `blocks`."""
         nodes = self.index.slots.nodes_in(slots)
         self.index.promote(slots, blocks)
-        self.demotion.returned(slots, blocks)
+        self.offload_policy.returned(slots, blocks)
         self._allocator.publish(blocks)
         self.host.queue_swap_in(slots, blocks.copy())
         for window in self.index.windows:
@@ -176,7 +176,7 @@ class Swapping:
 
     def registered(self, blocks: BlockIds, slots: Int32) -> None:
         """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now, which are freed."""
-        self.demotion.registered(blocks, slots)
+        self.offload_policy.registered(blocks, slots)
         self.host.free(slots)
         for window in self.index.windows if len(slots) else ():
             window.stay_on_host(self.index.blocks.nodes_in(blocks[: len(slots)]))
@@ -189,14 +189,14 @@ class Swapping:
     def free_slots(self, slots: Int32) -> None:
         """Free `slots`, which the index does not know any more."""
         if len(slots):
-            self.demotion.forgotten(slots)
+            self.offload_policy.forgotten(slots)
             self.host.free(slots)
 
     def admitted(self, hit: PrefixHit, blocks: BlockIds, returns: bool) -> None:
         """Account for an admission with the prefix `hit` into `blocks`; `returns`: the sequence was preempted before."""
         self.host.resting = False
         if hit.num_tokens and not returns:  # else no new request found it
-            self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
+            self.offload_policy.found(blocks[: len(hit.blocks) + len(hit.slots)])
 
     # -- the tier as a whole -----------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Swapping:
             cached = self._allocator.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         self.host.check_invariants(self._used_slots)
-        self.demotion.check_invariants(findable, self.index.slots.used, self.suspended.wanted())
+        self.offload_policy.check_invariants(findable, self.index.slots.used, self.suspended.wanted())
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Swapping:
         """Move `nodes`, in `blocks`, to the first `slots`, and their window blocks to the others."""
         ours, slots = slots[: len(blocks)], slots[len(blocks) :]
         self.index.demote(blocks, ours)
-        self.demotion.demoted(blocks, ours)
+        self.offload_policy.demoted(blocks, ours)
         self._swap_out(blocks, ours, hit)
         for window in self.index.windows:
             window.go_with(nodes)
@@ -288,7 +288,7 @@ class Swapping:
             if window.group.is_state and self.host.demotes:
                 nodes = self._without_demoted(window, nodes, self._worth_of_states(window, nodes), hit)
             elif not self._nodes_have_bytes and self.host.demotes:
-                worth = self.demotion.worth(self.index.blocks.of_node[nodes], self.host.least_chance)
+                worth = self.offload_policy.worth(self.index.blocks.of_node[nodes], self.host.least_chance)
                 nodes = self._without_demoted(window, nodes, worth, hit)
             self.evicted_blocks += self.forget_window_blocks(window, nodes)
             return True
@@ -314,27 +314,27 @@ class Swapping:
         least = np.full(len(nodes), np.inf)
         np.divide(cost, saved - cost, out=least, where=saved > cost)
         are_put = self.host.are_put(window.blocks_of(nodes)).any(axis=0)
-        return self.demotion.worth(self.index.blocks.of_node[nodes], least) & ~are_put
+        return self.offload_policy.worth(self.index.blocks.of_node[nodes], least) & ~are_put
 
     def _take_slots(self, n: int, hit: PrefixHit | None = None) -> Int32:
         """Take up to `n` slots, evicting slots other than those of `hit` if needed; none if demoting is not worth it."""
         if not n or not self.host.demotes:
             return _NO_SLOTS
-        self.demotion.taking(n, self.host.num_slots)
+        self.offload_policy.taking(n, self.host.num_slots)
         for window in self.index.windows:
-            lacking = n - self.host.num_free
+            lacking = n - self.host.num_available
             if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
                 if hit is not None:
                     nodes = nodes[~np.isin(nodes, hit.nodes)]
                 self.forget_window_blocks(window, nodes)
-        lacking = n - self.host.num_free
+        lacking = n - self.host.num_available
         if lacking > 0:
             keep = _NO_SLOTS if hit is None else hit.slots
             victims = self.index.host_victims(lacking + len(keep))
             victims = victims[~np.isin(victims, keep)][:lacking]
             if len(victims):
                 self._forget_places(self.index.evict_slots(victims))
-        return self.host.take(min(n, self.host.num_free))
+        return self.host.take(min(n, self.host.num_available))
 
     def _evict(self, blocks: BlockIds) -> int:
         """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""

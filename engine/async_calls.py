@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..api.arguments import explains_arguments
 from ..api.sampling_params import SamplingParams
 from ..common.on_error import OnError
-from ..scheduler.errors import RequestRejected
+from ..scheduler.request import RequestRejected
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
 from .requests.outputs import RequestOutput, StreamChunk, refused
@@ -51,10 +51,10 @@ class AsyncCall(Protocol):
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, with those of continuations that `best_of` leaves out."""
 
     async def first(self) -> Any:
-        """Wait for the outputs, or for a stream's first chunks."""
+        """Wait for the outputs, or for a stream's first chunks. Await it once. Raises as `AsyncCalls.generate`."""
 
     async def next(self) -> list[StreamChunk]:
         """Wait for the next chunks; none if the call was closed meanwhile."""
@@ -102,9 +102,11 @@ class AsyncCalls(ABC):
 
     def begin(
         self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> AsyncOutputs:
-        """As `generate`, for a caller that asks how much was generated, also when it ends early. Raises EngineClosed."""
-        return AsyncOutputs(self._call(encoder(prompts, sampling_params), priority, cache_salt))
+    ) -> AsyncCall:
+        """As `generate`, for a caller that asks how much was generated, also when it ends early: `first` gives the outputs.
+        Raises EngineClosed.
+        """
+        return self._call(encoder(prompts, sampling_params), priority, cache_salt)
 
     async def chat(
         self,
@@ -242,27 +244,6 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         return await self._export()
-
-
-class AsyncOutputs:
-    """The outputs of a call, and how much it has generated. Closing or collecting it aborts unfinished requests."""
-
-    def __init__(self, call: AsyncCall) -> None:
-        self._call = call
-
-    async def outputs(self) -> list[RequestOutput]:
-        """Wait for all outputs. Await it once. Raises as `AsyncLLM.generate`."""
-        outputs: list[RequestOutput] = await self._call.first()
-        return outputs
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far, with those of continuations that `best_of` leaves out."""
-        return self._call.num_generated
-
-    def close(self) -> None:
-        """Abort unfinished requests. Idempotent."""
-        self._call.close()
 
 
 class AsyncStream(AsyncIterator[StreamChunk]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -289,12 +290,13 @@ class AsyncLLM(AsyncCalls):
                     await self.drain()
 
     async def sleep(self, level: Level = 1, timeout_s: float | None = 0.0, *, suspends: bool = False) -> None:
-        """`stop`, and give the memory of the weights back, until `wake_up`. Idempotent.
+        """`stop`, and give the memory of the weights back, until `wake_up`. Idempotent; suspended requests end if it is called
+        without `suspends`.
 
         Args:
             suspends: No request is aborted. All go on after `wake_up`, with the same tokens; their K and V are in the host
-                tier (`host_kv_memory`) until then, as far as it has room and no layer has windows or states, or computed again.
-                `timeout_s` is not waited for.
+                tier (`host_kv_memory`) until then, as far as it has room and no layer has windows or states; the rest is
+                read from disk or computed again. `timeout_s` is not waited for.
             level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
                 and waking reads them from disk. On CUDA both free the device's memory; 1 keeps a copy in pinned host memory,
                 and 2 has it on disk. Over several devices both free everything.
@@ -308,7 +310,7 @@ class AsyncLLM(AsyncCalls):
         """
         self._check_stopped()
         try:
-            await self._drained(0.0 if suspends else timeout_s)
+            await self._drained(0.0 if suspends or self._sleeps else timeout_s)
         finally:
             await asyncio.to_thread(self._fall_asleep, level, suspends)
 
@@ -322,6 +324,14 @@ class AsyncLLM(AsyncCalls):
         """
         self._check_stopped()
         await asyncio.to_thread(self._awake)
+
+    @property
+    def kept(self) -> object | None:
+        """The model that stays in this process while its engine sleeps; None if waking up loads it again.
+
+        Raises EngineClosed if the engine was stopped.
+        """
+        return self._kept if self._sleeps else self._engine_thread.open().kept
 
     def _fall_asleep(self, level: Level, suspends: bool) -> None:
         with self._changing:
@@ -339,6 +349,11 @@ class AsyncLLM(AsyncCalls):
                     thread.join()
                     self._forgetting.detach()
                 self._sleeps = thread.may_wake = True
+            elif self._manager.is_suspended and not suspends:
+                self._engine_thread.end()
+                self._engine_thread.join()
+                self._forgetting.detach()
+                self._engine_thread.may_wake = True
             if self._kept is not None and not self._kept.sleep(level):
                 self._kept = None
                 _collect()
@@ -396,6 +411,7 @@ class AsyncLLM(AsyncCalls):
 
 def _collect() -> None:
     """Free a model that nothing refers to any more."""
+    gc.unfreeze()  # a server has frozen it
     import torch
 
     from .executor import collect

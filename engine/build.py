@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..allocator.arena import Arena
@@ -17,7 +19,9 @@ from ..allocator.blocks import BlockAllocator
 from ..allocator.errors import GrantExceeded, OutOfDeviceMemory
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
+from ..allocator.sharded_lease import ShardedLease
 from ..api.sampling_params import SamplingParams
+from ..cache.block_table import Int32
 from ..cache.cache_events import CacheEventLog
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
@@ -37,7 +41,6 @@ from .errors import NotEnoughMemory
 from .execution.runner import ModelRunner
 from .executor import (
     KeptModel,
-    check_disk_tier,
     collect,
     content_of,
     empty_caches,
@@ -67,7 +70,6 @@ from .text.encoder import Encoder
 
 if TYPE_CHECKING:
     from .self_check.report import CheckReport
-    from .shards.sharded_lease import ShardedSharing
     from .shards.team import ShardTeam
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class ModelFacts:
     # Of this host's memory, for outputs that a server has not delivered: no fact of the model.
     answers_bytes: int = field(default=answer_memory.LEAST_PLANNED_BYTES, compare=False)
     weights_bytes: int = field(default=0, compare=False)
+    leases: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # their names, and the devices' uuids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +105,7 @@ class Engine:
     encoder: Encoder
     plan: MemoryPlan  # of one shard, if the model is divided
     arena: Arena
-    sharing: Sharing | ShardedSharing | None
+    sharing: Sharing[Lease] | Sharing[ShardedLease] | None
     sampling: SamplingParams  # defaults: the models file's over the generation config's
     eos_token_ids: tuple[int, ...]
     owners: tuple[Callable[[], None], ...]  # free the memory, called in order
@@ -114,13 +117,30 @@ class Engine:
     @property
     def facts(self) -> ModelFacts:
         """Facts about the loaded model."""
-        plan = self.plan
+        plan, sharing = self.plan, self.sharing
         return ModelFacts(
             plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling,
             self.eos_token_ids, self.encoder.bos_token_id, plan.geometry.num_tables,
             f"weights {plan.quantization or plan.stored_as or plan.dtype}, KV {plan.kv_cache_dtype}", plan.answers_bytes,
-            plan.weights_bytes,
+            plan.weights_bytes, tuple((one.name, one.device_uuid) for one in sharing.leases) if sharing is not None else (),
         )  # fmt: skip
+
+    def suspend(self) -> Scheduler:
+        """Take rows and blocks from all requests, with none of them ended, between two steps. This engine is done then.
+
+        Returns what the core of another engine takes over.
+        """
+        scheduler, drain = self.core.scheduler, self.core.runner.drain
+
+        def counted(places: Int32) -> npt.NDArray[np.uint8]:
+            assert drain is not None
+            LeaseHolder.count(data := drain(places))
+            return data
+
+        scheduler.suspend(None if drain is None else counted)
+        if self.core.disk is not None:  # what was computed last; closing waits for the writes
+            self.core.save(self.core.disk, is_idle=True)
+        return scheduler
 
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters as plain data."""
@@ -228,22 +248,32 @@ def build(config: EngineConfig, kept: KeptModel | None = None) -> Engine:
     """
     began = time.perf_counter()
     with _loading, no_hub_kernels():
-        if config.devices:
-            return _build_divided(config, began)
-        checked = _self_check(config)  # before this process uses the device
-        faults = {} if checked is None else checked.faults
-        # Raises if the model does not fit, before weights are read.
-        checkpoint, device, dtype, plan = _planned(config, None)
-        check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
-        if kept is not None and not kept.fits(plan, checkpoint.stamps()):
-            kept = None
-        elif kept is not None:  # the copy on the host is there, so that the plan found no room for one
-            plan = replace(plan, host_copy_bytes=kept.host_bytes)
-        holder = LeaseHolder(device, plan.weights_bytes)
-        with OnError(holder.close):
-            sharing = acquire_lease(config, plan, holder, None if kept is None else kept.asleep_bytes)
-            with OnError(lambda: None if sharing is None else sharing.close()):
-                return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began, kept)
+        engine = _build_divided(config) if config.devices else _build_whole(config, kept)
+    plan = engine.plan
+    log.info(
+        "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",
+        plan.model, plan.dtype, plan.device, format_bytes(engine.arena.mapped_bytes), format_bytes(plan.kv_bytes),
+        plan.num_blocks, plan.block_size, engine.core.runner.kernel.name, time.perf_counter() - began,
+    )  # fmt: skip
+    return engine
+
+
+def _build_whole(config: EngineConfig, kept: KeptModel | None) -> Engine:
+    """As `build`, for a model on one device."""
+    checked = _self_check(config)  # before this process uses the device
+    faults = {} if checked is None else checked.faults
+    # Raises if the model does not fit, before weights are read.
+    checkpoint, device, dtype, plan = _planned(config, None)
+    check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
+    if kept is not None and not kept.fits(plan, checkpoint.stamps()):
+        kept = None
+    elif kept is not None:  # the copy on the host is there, so that the plan found no room for one
+        plan = replace(plan, host_copy_bytes=kept.host_bytes)
+    holder = LeaseHolder(device, plan.weights_bytes)
+    with OnError(holder.close):
+        sharing = acquire_lease(config, plan, holder, None if kept is None else kept.asleep_bytes)
+        with OnError(lambda: None if sharing is None else sharing.close()):
+            return _build(config, checkpoint, dtype, plan, holder, sharing, checked, kept)
 
 
 def _self_check(config: EngineConfig) -> CheckReport | None:
@@ -262,14 +292,12 @@ def _build(
     dtype: torch.dtype,
     plan: MemoryPlan,
     holder: LeaseHolder,
-    sharing: Sharing | None,
+    sharing: Sharing[Lease] | None,
     checked: CheckReport | None,
-    began: float,
     kept: KeptModel | None,
 ) -> Engine:
     device = holder.device
     faults = {} if checked is None else checked.faults
-    check_disk_tier(plan, config)
     if kept is None:
         files = checkpoint.stamps()
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
@@ -278,9 +306,12 @@ def _build(
     else:
         content = kept.content
         loaded = kept.wake()
+    kernel = None if kept is None else kept.kernel
+    if kernel is None:
+        kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     if kept is not None:
+        kept.kernel = kernel
         holder.uncounted = lambda: kept.uncounted_bytes
-    kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
     arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     holder.arena, holder.host = arena, host
@@ -297,10 +328,9 @@ def _build(
     if elastic:
         core.memory = _elastic_memory(core, runner, config, plan, holder, sharing)
     owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.release])]
-    if (disk := open_disk_tier(plan, config, checkpoint, runner, cache)) is not None:
+    if (disk := open_disk_tier(plan, config, checkpoint, runner, kernel.name, cache)) is not None:
         core.disk = cache.disk = disk
         owners.insert(0, disk.close)
-    _log_ready(plan, arena.mapped_bytes, core, began)
     if sharing is not None:
         owners.append(sharing.close)
     if core.memory is not None:
@@ -321,7 +351,7 @@ def _build(
     )
 
 
-def _build_divided(config: EngineConfig, began: float) -> Engine:
+def _build_divided(config: EngineConfig) -> Engine:
     """As `build`, for a model that is divided over `config.devices`."""
     shards = start_shards(config)
     with OnError(shards.close):
@@ -335,22 +365,17 @@ def _build_divided(config: EngineConfig, began: float) -> Engine:
         if first.elastic:
             core.memory = shards.memory(lambda: core.scheduler, runner)
         encoder = Encoder(load_tokenizer(config.model), checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
-        _log_ready(plan, shards.arena.mapped_bytes, core, began)
         owners = [team.close, shards.close, runner.close]
+        how = f"{runner.kernel.name}, {runner.collectives}"
+        if (disk := open_disk_tier(plan, config, checkpoint, runner, how, cache)) is not None:
+            core.disk = cache.disk = disk
+            owners.insert(0, disk.close)
         if core.memory is not None:
             owners.append(core.memory.close)
         return Engine(
             core, encoder, plan, shards.arena, shards.sharing, checkpoint.default_sampling,
             encoder.all_ends(checkpoint.eos_token_ids), tuple(owners), team=team,
         )  # fmt: skip
-
-
-def _log_ready(plan: MemoryPlan, first_bytes: int, core: EngineCore, began: float) -> None:
-    log.info(
-        "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",
-        plan.model, plan.dtype, plan.device, format_bytes(first_bytes), format_bytes(plan.kv_bytes), plan.num_blocks,
-        plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
-    )  # fmt: skip
 
 
 def plan_only(
@@ -376,7 +401,10 @@ def plan_only(
             return free_bytes(one) if memory_bytes is None else memory_bytes
 
         dtype = choose_dtype(config.dtype, checkpoint, device)
-        return plan_memory(config, checkpoint, device, dtype, context=context, free=free, total=free)
+        plan = plan_memory(config, checkpoint, device, dtype, context=context, free=free, total=free)
+        if memory_bytes is not None and config.sleeps and device.type == "cuda":  # of its host nothing is known
+            plan = replace(plan, host_copy_bytes=plan.weights_bytes)
+        return plan
 
 
 def _kind_of(device: str) -> str:
@@ -418,7 +446,12 @@ def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, el
 
 
 def _elastic_memory(
-    core: EngineCore, runner: ModelRunner, config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder, sharing: Sharing | None
+    core: EngineCore,
+    runner: ModelRunner,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    holder: LeaseHolder,
+    sharing: Sharing[Lease] | None,
 ) -> EngineMemory:
     """What grows and shrinks the arena of `holder`, within its lease if it is shared."""
     device, arena = holder.device, holder.arena

@@ -274,7 +274,7 @@ class EngineArguments:
     prefix_cache_memory: int | str | None = setting(
         None, size("no bound"), "maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0", unset="no limit",
         doc='Maximum memory, such as "2GiB", of cached blocks that no running request holds. Beyond it the least valuable are '
-        "evicted at once, or offloaded to the host tier. None: no bound. 0: requests share blocks while they run at the same "
+        "evicted at once, or copied to the host tier. None: no bound. 0: requests share blocks while they run at the same "
         "time, and nothing stays cached after they end.", scope=Scope.SERVER,
     )
     host_kv_memory: int | str | None = setting(
@@ -285,7 +285,8 @@ class EngineArguments:
     disk_kv_memory: int | str | None = setting(
         None, size("none"), "disk space for computed prefixes, e.g. 64GiB", unset="none",
         doc='Disk space, such as "64GiB", for computed prefixes: they outlive eviction, unloading and restarts. They are read '
-        "where that takes less time than computing, into memory of the plan (2 GiB at most). None: none.", scope=Scope.SERVER,
+        "where that takes less time than computing, into memory of the plan (2 GiB at most). Shards share it. "
+        "None: none.", scope=Scope.SERVER,
     )
     disk_kv_path: str | os.PathLike[str] | None = setting(
         None, Kind("FOLDER", _disk_path), "folder of the prefixes on disk", unset="~/.cache/pagetide/kv",
@@ -386,9 +387,15 @@ class EngineConfig(EngineArguments):
         for said, is_given in of_the_cache.items():
             if is_given and not self.prefix_caching:
                 raise ConfigError(f"{said}: leave prefix_caching on, or {said.partition(' ')[0]} out")
-        if self.disk_kv_memory and (self.devices or self.model.loaded is not None):
-            what = "is divided over devices" if self.devices else "was passed as an object: its content has no name"
-            raise ConfigError(f"disk_kv_memory keeps no prefixes of a model that {what}; leave it out")
+        if self.disk_kv_memory and not hasattr(os, "posix_fadvise"):
+            raise ConfigError(
+                "disk_kv_memory needs Linux: files of other systems would take memory for what is on disk; leave it out"
+            )
+        if self.disk_kv_memory and self.model.loaded is not None:
+            raise ConfigError(
+                "disk_kv_memory keeps no prefixes of a model that was passed as an object: its content has no name; leave it "
+                "out"
+            )
 
     @property
     def sampling(self) -> SamplingParams:

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..scheduler.outcome import StepOutputs
 from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
-from ..scheduler.request import Request
+from ..scheduler.request import FinishReason, Request
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import FinishReason
 from .errors import Attempt, EngineError, ShardLost, format_error
 from .memory.engine_memory import EngineMemory
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DISK_WAIT_S = 0.02  # of a step with nothing to do but wait for the disk
+DISK_WAIT_S = 0.005  # of a step with nothing to do but wait for the disk
 
 
 class EngineCore:
@@ -70,14 +69,6 @@ class EngineCore:
         """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
-    def suspend(self) -> Scheduler:
-        """Take rows and blocks from all requests, with none of them ended, between two steps. This core is done then.
-
-        Returns what the core of another engine takes over.
-        """
-        self.scheduler.suspend(self.runner.read)
-        return self.scheduler
-
     def step(self, ahead: bool = True) -> StepOutputs:
         """Plan a step, execute it and return its outputs; with `ahead` the next one may be launched too.
 
@@ -98,17 +89,20 @@ class EngineCore:
             if self.memory is not None:
                 self.memory.after_step(waited_for=ahead)
             if self.disk is not None:
-                self._save(self.disk)
+                # ends are delivered before it: another step follows
+                self.save(self.disk, is_idle=not (outputs.finished or self.scheduler.num_running or self.scheduler.num_waiting))
             return outputs
         except Exception as error:
             return self._fail(error, outputs)
 
-    def _save(self, disk: DiskTier) -> None:
-        """Begin to write to `disk` what the prefix cache came to hold. A step with nothing else to do waits for a write."""
-        if disk.is_behind and not (self.scheduler.has_work or self._pending):
-            disk.wait(DISK_WAIT_S)
+    def save(self, disk: DiskTier, *, is_idle: bool) -> None:
+        """Begin to write to `disk` what the prefix cache came to hold, as `DiskTier.save`; a fault ends its use alone. A step
+        with nothing else to do waits for a write that takes the room for the next one.
+        """
         with Attempt() as attempt:
-            disk.save(self.scheduler.cache)
+            disk.save(self.scheduler.cache, is_idle)
+            if is_idle and disk.is_behind and not (self.scheduler.has_work or self._pending):
+                disk.wait(DISK_WAIT_S)
         if attempt.error is not None:
             log.error("the disk tier failed, and is not used any more", exc_info=attempt.error)
             self.disk = self.scheduler.cache.disk = None
@@ -117,7 +111,7 @@ class EngineCore:
         """Launch the next decode step before the pending one's result is on the host, if it only continues that one."""
         if not self.runner.overlaps or len(self._pending) > 1 or (self.memory is not None and self.memory.wants_turn):
             return
-        if (behind := self.scheduler.schedule_ahead(self.clock())) is not None:
+        if (behind := self.scheduler.schedule_ahead()) is not None:
             self._launch(behind)
 
     def _complete(self) -> StepOutputs:

@@ -9,7 +9,6 @@ import gc
 import hashlib
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -27,6 +26,7 @@ from ..allocator.arena import Arena
 from ..allocator.cuda_arena import CudaArena
 from ..allocator.errors import AllocatorError, DriverUnavailable, OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
+from ..cache.layer_groups import blocks_to_hold
 from ..cache.manager import CacheManager
 from ..cache.storage import Storage, TensorArena
 from ..common.host_memory import free_host_bytes
@@ -46,7 +46,7 @@ from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory
 from .execution.disk_files import BlockKind, DiskFiles, folder_of, kept_dir
-from .execution.disk_tier import DiskTier
+from .execution.disk_tier import BlockCopier, DiskTier
 from .execution.graph_sizes import sizes_for
 from .execution.graphs import CudaRecorder
 from .execution.host_pool import HostPool
@@ -67,7 +67,7 @@ from .loading.probe import probe, random_tokens
 from .loading.quantized_cache import QuantizedCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
-from .memory.lease_holder import lease_host_copy
+from .memory.lease_holder import LeaseHolder, lease_host_copy
 from .memory.memory_plan import MemoryPlan, is_cpu
 from .process.cpu_threads import one_thread
 from .process.log_suppression import quiet_transformers
@@ -77,6 +77,8 @@ from .sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+# Of the disk tier's index for each place, where blocks of tokens have no bytes; more than the longest sequences need
+_SPARE_NODES = 4
 _TRIAL_TOKENS = 5  # over which a model is run before and after modules are replaced
 
 
@@ -99,6 +101,7 @@ class KeptModel:
         self._loaded: CheckedModel | None = loaded
         self.content = content_of(plan, files)
         self.weights: MappedWeights | ArenaWeights | None = weights  # on a CPU from the first sleep on
+        self.kernel: AttentionKernel | None = None  # that its engine has chosen
         self.level: Level = 1  # of the last sleep
 
     @classmethod
@@ -186,6 +189,8 @@ class KeptModel:
 
     def release(self) -> None:
         """End `wake`, and unless the model stays, let it go. Idempotent."""
+        if self.kernel is not None:
+            self.kernel.release_buffers()
         if self.weights is not None:
             self.weights.stop()
         if not self.stays:
@@ -306,11 +311,13 @@ def open_arena(plan: MemoryPlan, device: torch.device, *, elastic: bool, ready_b
 
 
 def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPool | None:
-    """The host tier's memory, not allocated yet. Raises NotEnoughMemory if the host has less free now; ConfigError."""
+    """The host tier's memory, not allocated yet. Raises NotEnoughMemory if the host has less free now, beside what the tier
+    leaves to suspended requests; ConfigError.
+    """
     asked = config.host_kv_memory
     if not asked:
         return None
-    if asked > (free := free_host_bytes()):
+    if asked > (free := free_host_bytes() + LeaseHolder.suspended_bytes()):
         remedy = "ask for less host_kv_memory, or for none"
         raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
     try:
@@ -320,16 +327,23 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
 
 
 def open_disk_tier(
-    plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner, cache: CacheManager
+    plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint, runner: BlockCopier, kernel: str, cache: CacheManager
 ) -> DiskTier | None:
     """The disk tier below the blocks of `runner`, which `cache` assigns. None without one, and if its folder cannot be used.
 
-    Raises ConfigError where `check_disk_tier` does, and if `disk_kv_memory` holds no block.
+    `kernel` names what computes them. Raises ConfigError if `disk_kv_memory` holds no block.
     """
     if not config.disk_kv_memory:
         return None
+    groups, size, per_place = plan.geometry.groups, plan.block_size, 0
+    block_bytes = plan.num_shards * plan.geometry.payload_bytes
+    if groups[0].window is not None:  # as many blocks of tokens as the longest sequences have for their units, and some more
+        columns = -(-plan.max_model_len // size)
+        per_place = -(-columns // blocks_to_hold(groups, columns, size)) + _SPARE_NODES
     layout = [plan.dtype, plan.quantization, plan.kv_cache_dtype, plan.geometry.layout_id, plan.device.partition(":")[0]]
-    layout.append(runner.kernel.name)
+    layout.append(kernel)
+    if plan.num_shards > 1:
+        layout.append(f"{plan.num_shards} shards")
     path = kept_dir() if config.disk_kv_path is None else Path(config.disk_kv_path)
     try:
         content = [__version__, transformers.__version__, torch.__version__, instructions(), *layout]
@@ -337,7 +351,7 @@ def open_disk_tier(
         files = DiskFiles(
             folder_of(path, str(checkpoint.spec.path.resolve()), json.dumps(layout)),
             config.disk_kv_memory,
-            BlockKind(identity, plan.geometry.payload_bytes, plan.block_size, tuple(cache.index.windows.groups)),
+            BlockKind(identity, block_bytes, size, tuple(cache.index.windows.groups), per_place),
             config.prefix_hash_secret,
         )
     except OSError as error:
@@ -345,22 +359,9 @@ def open_disk_tier(
         return None
     used = format_bytes(files.index.num_used * files.block_bytes)
     log.info("the disk tier: %s of prefixes in %s, of at most %s", used, files.folder, format_bytes(config.disk_kv_memory))
-    return DiskTier(files, runner.storage, plan.disk_buffer_bytes)
-
-
-def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:
-    """Raise ConfigError if `disk_kv_memory` is asked for, and blocks of the model are not kept on disk."""
-    groups = plan.geometry.groups
-    if config.disk_kv_memory and not hasattr(os, "posix_fadvise"):
-        raise ConfigError(
-            "disk_kv_memory needs Linux: files of other systems would take memory for what is on disk; leave it out"
-        )
-    if config.disk_kv_memory and groups[0].window is not None:
-        what = "states" if plan.state_bytes else "windows"
-        raise ConfigError(
-            f"disk_kv_memory keeps no prefixes of {plan.model}: all its layers have {what}, and what is on disk is found by "
-            "the blocks of layers that read all tokens; leave it out"
-        )
+    if plan.num_shards == 1:
+        return DiskTier(files, runner, plan.disk_buffer_bytes)
+    return DiskTier(files, runner, plan.num_shards * plan.disk_buffer_bytes // 2)  # the shards have the other half
 
 
 def make_runner(

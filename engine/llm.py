@@ -22,7 +22,7 @@ from ..cache.cache_events import CacheEvents
 from ..common.on_error import OnError
 from ..common.settings import lists_settings
 from ..frames.source import encode
-from ..scheduler.errors import RequestRejected
+from ..scheduler.request import RequestRejected
 from .config import EngineArguments, EngineConfig
 from .errors import EngineClosed
 from .requests.engine_thread import EngineThread, result_of

@@ -15,8 +15,8 @@ from ..common.recording import RecordingError
 from ..frames.recorder import INTERVAL_S, EngineRecorder
 from ..frames.source import Frame, FrameSource, MemoryFigures, PoolFacts, sequence_in, with_labels
 from ..monitor.errors import MonitorError
-from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Decision
+from ..scheduler.request import RequestRejected
 from ..scheduler.scheduler import Scheduler
 from ..version import __version__
 from .config import EngineConfig

@@ -14,7 +14,7 @@ from ..engine.async_calls import Encode
 from ..engine.errors import EngineClosed
 from ..engine.requests.inputs import PromptInput
 from ..engine.requests.outputs import RequestOutput, StreamChunk
-from ..scheduler.errors import PromptTooLong, RequestRejected
+from ..scheduler.request import PromptTooLong, RequestRejected
 from ..server.engine_client import EngineUnavailable, Generation, RequestFailed
 from .client import FleetClient
 from .errors import FleetError

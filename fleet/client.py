@@ -22,11 +22,9 @@ from ..common.answer_memory import planned_bytes
 from ..common.heartbeat import STILL_S
 from ..common.host_memory import free_host_bytes
 from ..engine.process.fair_threads import FairThreads
-from ..engine.text.chat_template import tool_template
-from ..engine.text.detokenizer import special_tokens
 from ..server.choices import joined
 from ..server.engine_client import EngineUnavailable, Generation, Observer, RequestFailed, check_depth
-from ..server.engine_outputs import added_tokens, can_constrain, error_kind, prompt_end, response_template
+from ..server.engine_outputs import error_kind, prompt_end, tokenizer_facts
 from ..server.messages import Accepted, Failed, ModelInfo, Piece, RequestEnd, Submit
 from .errors import FleetError
 from .links import QueueLink, QueueUnavailable
@@ -123,15 +121,11 @@ class FleetClient:
     @property
     def info(self) -> ModelInfo:
         """Facts about the model; `max_seqs` are those of all workers."""
-        model, tokenizer = self._info.model, self.preparer.tokenizer
+        model = self._info.model
         return ModelInfo(
             path=model.path, max_model_len=model.max_model_len, max_seqs=self._info.max_seqs,
-            block_size=model.block_size, vocab_size=model.vocab_size, has_tokenizer=tokenizer is not None,
-            chat_template=tool_template(tokenizer), device="fleet", dtype=model.dtype,
-            version=model.version, answers_bytes=self._answers_bytes,
-            special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
-            response_template=response_template(tokenizer), added_tokens=added_tokens(tokenizer),
-            constrains=can_constrain(tokenizer),
+            block_size=model.block_size, vocab_size=model.vocab_size, device="fleet", dtype=model.dtype,
+            version=model.version, answers_bytes=self._answers_bytes, **tokenizer_facts(self.preparer.tokenizer),
         )  # fmt: skip
 
     @property

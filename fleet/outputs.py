@@ -9,7 +9,7 @@ import numpy as np
 
 from ..engine.requests.inputs import PromptInput
 from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs, mean_logprob
-from ..scheduler.sequence import FinishReason
+from ..scheduler.request import FinishReason
 from ..server.messages import Piece, RequestEnd, Score
 from .messages import NewRequest
 

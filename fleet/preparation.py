@@ -18,7 +18,7 @@ from ..engine.loading.models import resolve_model
 from ..engine.requests.handover import Handover, resolved_params
 from ..engine.requests.inputs import PromptInput, check_cache_salt, checked_priority
 from ..engine.requests.intake import RequestIntake
-from ..scheduler.errors import PromptTooLong, RequestRejected
+from ..scheduler.request import PromptTooLong, RequestRejected
 from ..server.defaults import by_prompt_end, completed, template_options
 from ..server.engine_outputs import detokenized, prompt_end, token_texts
 from ..server.messages import Submit

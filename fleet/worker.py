@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.heartbeat import SilenceWatch
 from ..engine.loading.weight_files import find_weights
-from ..scheduler.errors import REQUEST_FAULTS
+from ..scheduler.request import REQUEST_FAULTS
 from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores, scores_in_parts
 from ..server.messages import Failed, Piece, RequestEnd, Score
 from ..version import __version__
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..cache.cache_events import CacheEvents
     from ..engine.async_llm import AsyncLLM
     from ..engine.requests.outputs import RequestOutput, StreamChunk
-    from ..scheduler.sequence import FinishReason
+    from ..scheduler.request import FinishReason
     from .kv_events import KvEventPublisher
 
 log = logging.getLogger(__name__)
@@ -332,13 +332,12 @@ def _end_of_recorded(handover: Mapping[str, Any], tokenizer: Any, max_model_len:
         return None if reason is None else (reason, "")
     skips, kept = sampling.get("skip_special_tokens") is not False, sampling.get("kept_special_tokens") or ()
     stream = TextStream(tokenizer, handover["prompt_token_ids"], stops, skips, kept)
-    for token in tokens:
-        stream.push([token])
+    text = "".join([stream.push([token]) for token in tokens])
     if reason is not None:
-        stream.finish()
+        text += stream.finish()
     if stream.stopped:
         reason = "stop"
-    return None if reason is None else (reason, stream.text[handover["num_told_characters"] :])
+    return None if reason is None else (reason, text[handover["num_told_characters"] :])
 
 
 def _reason_of_end(tokens: Sequence[int], sampling: Mapping[str, Any], room: int) -> FinishReason | None:

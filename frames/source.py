@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from ..cache.block_table import Index
 from ..scheduler.outcome import Decision
+from ..scheduler.request import Sequence, SequenceStatus
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import Sequence, SequenceStatus
 from ..scheduler.state import SchedulerState
 from ..scheduler.waiting import age
 from .cells import CellReader, encode_changes

@@ -147,7 +147,7 @@ def _undelivered(snapshot: Snapshot) -> Samples:
 
 
 _LEASE_LABELS = ("uuid", "pid", "engine")
-_LEASE_STATES = ("ok", "recalling", "overdue", "reaping")
+_LEASE_STATES = ("ok", "loading", "recalling", "overdue", "reaping")
 
 LeaseNumbers = Iterable[tuple[tuple[str, ...], float | None]]  # (values of further labels; number, None if unknown)
 Together = Callable[[list[float]], float]
@@ -278,6 +278,7 @@ METRICS: tuple[Metric, ...] = (
         "vram_lease_asked_bytes", "What it could use in all; absent if it asks for nothing.",
         lambda lease: lease.asked_bytes,
     ),
+    _lease("vram_lease_waiting_requests", "Requests that the engine has and does not run.", lambda lease: lease.num_waiting),
     _lease(
         "vram_lease_recall_target_bytes", "What it is to be at or under; absent if nothing is recalled.",
         lambda lease: lease.recall_target_bytes,

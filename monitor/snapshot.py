@@ -147,10 +147,13 @@ class LeaseUse:
     held_by_class: Mapping[str, int]  # as the engine last reported: "weights", "kv", "other"
     spare_bytes: int  # of the held bytes, what the engine can give back without affecting a request
     asked_bytes: int | None  # None: no request
-    state: str  # "ok", "recalling", "overdue", "reaping": its process ended and its memory is not back
+    # "ok"; "loading": the engine has not reported yet; "recalling", "overdue"; "reaping": its process ended and its memory is
+    # not back
+    state: str
     recall_target_bytes: int | None
     recall_age_seconds: float | None  # since the oldest unserved recall
     kept_bytes: int = 0  # of the spare bytes, what holds cached prefixes
+    num_waiting: int = 0  # requests that the engine has and does not run
 
     @property
     def kv_parts(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
                       "detail_error"}],
          "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
                      "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",
-                     "state", "recall_target_bytes", "recall_age_seconds", "kept_bytes"}] or null,
+                     "state", "recall_target_bytes", "recall_age_seconds", "kept_bytes", "num_waiting"}] or null,
          "leases_error",
          "reservations": [{"id", "name", "pid", "user", "device_uuid", "state", "held_bytes", "wanted_bytes", "priority",
                            "place", "waiting_seconds", "left_seconds"}] or null}

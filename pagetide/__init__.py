@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .fleet.api import Fleet
     from .fleet.errors import FleetError
     from .pipelines import pipeline
-    from .scheduler.errors import RequestRejected
+    from .scheduler.request import RequestRejected
 
 __all__ = [
     "LLM",
@@ -62,7 +62,7 @@ _NAMES_OF = {
     ".fleet.api": ("Fleet",),
     ".fleet.errors": ("FleetError",),
     ".pipelines": ("pipeline",),
-    ".scheduler.errors": ("RequestRejected",),
+    ".scheduler.request": ("RequestRejected",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 

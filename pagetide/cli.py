@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,7 +97,7 @@ def _is_ours(error: Exception) -> bool:
     from .allocator.errors import AllocatorError
     from .engine.errors import EngineError
     from .monitor.errors import MonitorError
-    from .scheduler.errors import SchedulerError
+    from .scheduler.request import SchedulerError
 
     return isinstance(error, EngineError | SchedulerError | AllocatorError | MonitorError | ValueError | OSError)
 
@@ -394,6 +395,7 @@ def _plan(args: argparse.Namespace) -> int:
     spec, file, has_weights = _model_to_plan(args)
     resolve = partial(EngineConfig.resolve, spec)
     config = _located(args, settings_of(EngineArguments, Scope.PLAN), resolve)  # its errors come before torch is loaded
+    config = replace(config, sleeps=True)  # as a server's
     plan: Any
     exact = (has_weights and memory_bytes is None) or config.devices or config.quantization or config.device == "cpu"
     if args.exact or (exact and find_spec("torch") is not None):
@@ -410,9 +412,9 @@ def _plan(args: argparse.Namespace) -> int:
         except UnsupportedModel:  # of a family that is not counted by its fields
             if find_spec("torch") is None:
                 raise
-            from .engine.memory.planning import OutlinedModel
+            from .engine.memory.planning import outlined_model
 
-            plan = counted(model=OutlinedModel.read(spec, file))
+            plan = counted(model=outlined_model(spec, file))
     print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.describe())
     return 0
 

@@ -414,10 +414,11 @@ def _lease_use(view: LeaseView) -> LeaseUse:
         held_by_class=dict(view.held),
         spare_bytes=view.free_bytes,
         asked_bytes=view.asked_bytes,
-        state=view.state,
+        state="loading" if view.state == "ok" and not view.held else view.state,
         recall_target_bytes=view.recall_target_bytes,
         recall_age_seconds=None if view.recall_age_ms is None else view.recall_age_ms / 1000,
         kept_bytes=view.kept_bytes,
+        num_waiting=view.num_waiting,
     )
 
 

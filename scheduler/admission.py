@@ -5,7 +5,8 @@
 - Smaller requests (at most half the blocks) may pass one that does not fit. The search ends at MOST_TRIED further
   refusals. A request is passed at most MOST_PASSES times, so that it does not starve; a preempted one never. Waiting
   requests do not preempt running ones, except beams that wait for a choice (scheduler.py).
-- A fork shares the prompt of another request, its leader. It waits until that prompt is computed.
+- A fork shares the prompt of another request, its leader. It waits until that prompt is computed, or all of it but the last
+  token.
 - A request that needs more blocks than the current limit is deferred and delays no other request.
 - A refused request is not retried before something changes.
 - What lies on disk of a new request's tokens is read before it is queued (disk_index.py).
@@ -19,10 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..cache.prefix_index import NO_HIT
-from .errors import DuplicateRequest, PromptTooLong, RequestRejected
 from .forecast import ForecastPeak
-from .request import Request
-from .sequence import Sequence
+from .request import NOTHING, DuplicateRequest, PromptTooLong, Request, RequestRejected, Sequence
 from .state import AdmissionPlan, SchedulerState
 
 MOST_TRIED = 8  # more refusals that end the search behind a sequence that does not fit
@@ -63,12 +62,19 @@ def _check_pin(state: SchedulerState, request: Request) -> None:
     cache, size, token_ids = state.cache, state.cache.block_size, request.prompt_token_ids
     if not cache.index.capacity:
         raise RequestRejected("a pin holds blocks of the prefix cache, which is off: leave prefix_caching on")
-    if cache.row_tables.window_groups:
-        raise RequestRejected("a pin needs layers that all read all tokens, and this model has layers with windows or states")
-    if (num_blocks := len(token_ids) // size) < 1:
-        raise RequestRejected(f"a pin holds full blocks of {size} tokens, and the prefix has {len(token_ids)}")
-    hit = cache.index.lookup(cache.chain(token_ids, request.cache_salt), len(token_ids))
-    needed, promised = num_blocks - cache.pins.num_among(hit.nodes), cache.pins.num_promised
+    least = size + any(group.is_state for group in cache.row_tables.window_groups)  # a state is kept before the last token
+    if len(token_ids) < least:
+        raise RequestRejected(
+            f"a pin holds full blocks of {size} tokens, and the prefix has {len(token_ids)}, of at least {least}"
+        )
+    if not cache.pins.has_nodes_for(len(token_ids) // size, cache.index):
+        raise RequestRejected(
+            f"a pin of {len(token_ids):,} tokens: pins hold at most half of the {cache.index.capacity * size:,} tokens that "
+            "the prefix cache can name; unpin a prefix, or pin a shorter one"
+        )
+    needed, promised = cache.blocks_to_pin(len(token_ids)), cache.pins.num_promised
+    if not cache.row_tables.window_groups:
+        needed -= cache.pins.num_among(cache.index.lookup(cache.chain(token_ids, request.cache_salt), len(token_ids)).nodes)
     if needed > (room := max(0, state.most_pinned - promised)):
         raise RequestRejected(
             f"a pin of {len(token_ids):,} tokens takes {needed:,} more blocks, and {room:,} may be pinned: of "
@@ -81,7 +87,7 @@ def add(state: SchedulerState, sequence: Sequence) -> None:
     """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
     leader, waiting, request = sequence.leader, state.waiting, sequence.request
     if request.pin:
-        state.cache.pins.open(request.pin, len(request.prompt_token_ids) // state.cache.block_size)
+        state.cache.pins.open(request.pin, state.cache.blocks_to_pin(len(request.prompt_token_ids)))
     if leader is not None and not leader.is_computed:
         waiting.wait_for_prompt(sequence, leader)
         return
@@ -93,14 +99,23 @@ def add(state: SchedulerState, sequence: Sequence) -> None:
         waiting.look_again()
 
 
+def begin_reads(state: SchedulerState) -> None:
+    """Let sequences that were taken over wait for what lies on disk of their tokens."""
+    for sequence in [one for one in state.waiting.queue if one.leader is None or one.shares == NOTHING]:
+        _begin_read(state, sequence)
+
+
 def _begin_read(state: SchedulerState, sequence: Sequence) -> bool:
-    """Let a new sequence wait for what lies on disk of its tokens, if reading that takes less time than computing it."""
+    """Let a sequence wait for what lies on disk of its tokens, if reading that takes less time than computing it."""
     disk, cost, most = state.cache.disk, state.cost, sequence.sharable
     if disk is None or cost is None:
         return False
     found = state.cache.lookup(sequence.chain, most).num_tokens
+    if sequence.kept is not None:
+        found = max(found, len(sequence.kept.places) * state.cache.block_size)
     sequence.read = disk.begin(sequence.chain, found, most, cost.tokens_per_s)
     if sequence.read is not None:
+        state.waiting.remove(sequence)
         state.waiting.wait_for_read(sequence)
     return sequence.read is not None
 
@@ -183,10 +198,11 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
     cache = state.cache
     known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
     if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
+        if state.can_fork(leader, sequence):
+            return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
         if not leader.is_computed:
             return None
-        if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
-            return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
+        # It went on: a window has passed, or a state is behind more tokens.
     hit = cache.lookup(sequence.chain, most, sequence.request.request_id)
     needed = cache.needed(known, hit)
     if len(hit.nodes) and needed > room(state):

@@ -11,8 +11,7 @@ from typing import Any
 from ..cache.block_table import Int32
 from .forecast import ForecastPeak
 from .plan import Candidates, ChunkLogprobs
-from .request import Request
-from .sequence import FinishReason
+from .request import FinishReason, Request
 
 _KEPT = 64  # decisions
 _KEPT_ENDS = 256
@@ -89,7 +88,7 @@ class Stats:
     recomputed_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    disk_tokens: int = 0  # of these, from disk
+    disk_tokens: int = 0  # from disk: of these, and for requests that went on after a sleep
     generated_tokens: int = 0
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     preemptions: int = 0

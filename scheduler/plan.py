@@ -1,7 +1,7 @@
 """Plans and results of steps, as plain data that can cross a process boundary.
 
 A row is a running sequence's index in the arrays of scheduler and runner. The runner keeps each row's tokens (from
-`Admission`, then its own samples) and block table (from `TableUpdate`), so a plan contains only changes and the tokens
+`admitted`, then its own samples) and block table (from `TableUpdate`), so a plan contains only changes and the tokens
 to compute. Execution order:
 
 1. rows are released (`released`) and taken (`admitted`); tokens (`given`) and table entries (`tables`) are added
@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from ..cache.block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
 from ..cache.host_tier import Swaps
-from .errors import InvalidCallOrder
-from .request import Sampling
+from .request import Request, SchedulerError
 
 Bool = npt.NDArray[np.bool_]
 Float32 = npt.NDArray[np.float32]
@@ -38,17 +37,6 @@ NO_EXTENTS: Index = np.empty(0, np.int64)
 NO_LOGPROBS: Float32 = np.empty(0, np.float32)
 for _none in (NO_ROWS, NO_TOKENS, NO_EXTENTS, NO_LOGPROBS):
     _none.flags.writeable = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Admission:
-    """A sequence takes row `row`, with all its known tokens: the prompt, and tokens sampled before."""
-
-    row: int
-    request_id: str
-    token_ids: Int32  # [known]
-    num_prompt: int
-    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +83,7 @@ class Plan:
     lengths: Index  # [n], each >= 1
     samples: Bool  # [n]
     released: Index = field(default_factory=lambda: NO_ROWS)
-    admitted: tuple[Admission, ...] = ()
+    admitted: Mapping[int, Request] = field(default_factory=dict)  # by row: what takes it, with all its tokens so far
     tables: tuple[TableUpdate, ...] = ()  # one per block table, or empty if none grew
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
@@ -205,6 +193,10 @@ class Result:
             candidates=tuple(candidates for candidates in self.candidates if kept[candidates.index]),
             complete=self.complete[kept[self.complete]],
         )
+
+
+class InvalidCallOrder(SchedulerError):
+    """A plan is pending without its result, or the result belongs to another plan."""
 
 
 class PendingPlans:

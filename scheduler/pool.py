@@ -16,8 +16,7 @@ import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, joined
 from .admission import expected_blocks
-from .errors import InvalidCallOrder
-from .plan import NO_RESIZE, Plan, Resize, Result
+from .plan import NO_RESIZE, InvalidCallOrder, Plan, Resize, Result
 from .preemption import preempt_until
 from .state import SchedulerState
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cache.block_table import Index, Int32
 from .forecast import Float
-from .sequence import Sequence, SequenceStatus
+from .request import Sequence, SequenceStatus
 from .state import SchedulerState
 
 

@@ -10,7 +10,8 @@ sequence are handled alike. Rules:
 - Admission allocates the blocks of all known tokens; admission.py decides which request, and when. Layers with a window
   get blocks chunk by chunk instead, and give them back as soon as no later token reads them (layer_groups.py). If blocks are
   short, chunks are smaller.
-- A fork starts with the blocks of its leader's prompt; the last token is computed again to sample from.
+- A fork starts with the blocks of its leader's prompt; the last token is computed again to sample from. With states it starts
+  with a copy of its leader's state, in the step before which the leader has computed all of the prompt but the last token.
 - An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
   prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
   chunk by chunk, generated tokens when the sequence gives up its row.
@@ -49,13 +50,11 @@ from ..cache.block_table import Index, Int32, KeptBlocks
 from ..cache.manager import CacheManager
 from . import admission
 from .cost import SwapCost
-from .errors import InvalidCallOrder
 from .outcome import BeamMove, Decision, Finished, StepOutputs
-from .plan import NO_ROWS, Plan, Result
+from .plan import NO_ROWS, InvalidCallOrder, Plan, Result
 from .pool import ElasticPool
 from .preemption import preempt, preempt_until
-from .request import Request
-from .sequence import FinishReason, Sequence
+from .request import FinishReason, Request, Sequence
 from .state import AdmissionPlan, Limits, SchedulerState
 from .steps import apply_result, continuation, plan_ahead, plan_step
 
@@ -161,13 +160,14 @@ class Scheduler:
     def suspend(self, read: Callable[[Int32], npt.NDArray[np.uint8]] | None) -> None:
         """Take rows and blocks from all sequences, between two steps, for `take_over` by the scheduler of another engine.
 
-        As many blocks as the host tier has slots are kept until then, those of the first sequences in order.
+        As many blocks as the host tier has slots are kept until then, those of the first sequences in order, with those that
+        are kept from before: the tier of the next engine uses only what they leave.
 
         Args:
-            read: Gives the bytes [n, payload_bytes] in places as of `CacheManager.bytes_of`; None: none are kept.
+            read: Gives the bytes [n, payload_bytes] in places as of `CacheManager.bytes_of`, once; None: none are kept.
         """
         state, store = self.state, dict[int, int]()
-        most_blocks = 0 if read is None else self.cache.host.num_slots
+        most_blocks = 0 if read is None else max(0, self.cache.host.num_slots - self.cache.host.num_withheld)
         state.plans.check_turn()
         state.end_aborted()
         if state.by_row:
@@ -193,12 +193,16 @@ class Scheduler:
     def take_over(self, suspended: Scheduler, *, keeps: bool = True) -> None:
         """Go on with the sequences of a scheduler that was suspended. None is here.
 
-        They compute again what was not kept, and everything without `keeps`: the bytes are of other weights, or lie otherwise.
+        They read from disk or compute again what was not kept, and everything without `keeps`: the bytes are of other weights,
+        or lie otherwise.
         """
         if not keeps:
             for sequence in suspended.state.by_id.values():
                 sequence.kept = None
         self.state.take_over(suspended.state)
+        kept = [sequence.kept for sequence in self.state.by_id.values() if sequence.kept is not None]
+        self.cache.host.withhold({id(one.store): one.store for one in kept}.values())
+        admission.begin_reads(self.state)
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
@@ -231,7 +235,7 @@ class Scheduler:
         plan = state.plans.first = plan_step(state, decodes, step.chunks, *self.pool.take_resize())
         return plan
 
-    def schedule_ahead(self, now: float = 0.0) -> Plan | None:
+    def schedule_ahead(self) -> Plan | None:
         """Plan the step after the pending plan, valid for any result of that plan.
 
         Execute and apply it after the pending plan. Returns None, and changes nothing, if the pending result is needed
@@ -411,6 +415,7 @@ class Scheduler:
                 length = min(length, step.num_scored)
         if not length:
             return
+        length = min([length, *(at - computed for at in self._ends_for_forks(sequence, computed, computed + length))])
         room = admission.room(self.state)
         reached, extension = self.cache.reach(sequence.row, computed, computed + length, room)
         if extension.tables:
@@ -424,6 +429,12 @@ class Scheduler:
             step.num_scored -= min(length, to_score)
         elif not self.cache.pool.pending_free_blocks:
             step.lacks_blocks = True
+
+    def _ends_for_forks(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Where a chunk of `sequence` from `start` to `end` is to end earlier, as forks begin there that cannot at its end."""
+        assert sequence.row is not None
+        tables, ends = self.cache.row_tables, {fork.sharable for fork in sequence.forks if not fork.is_unchosen}
+        return [at for at in ends if start < at < end and not tables.can_fork(sequence.row, at, end)]
 
     def _assign_row(self, sequence: Sequence, start: AdmissionPlan) -> bool:
         """Assign a row and blocks. Returns whether the sequence waits for copies concurrent with this step's

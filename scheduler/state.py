@@ -17,16 +17,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ..cache.block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, Extension
+from ..cache.prefix_hash import Chain
 from ..cache.prefix_index import PrefixHit
 from .cost import SwapCost
 from .forecast import LengthForecast
 from .outcome import Decisions, Ends, Finished, Stats
-from .plan import NO_ROWS, NO_TOKENS, Admission, Bool, PendingPlans
-from .request import Request, Sampling
-from .sequence import NOTHING, FinishReason, Sequence, SequenceStatus
+from .plan import NO_ROWS, NO_TOKENS, Bool, PendingPlans
+from .request import NOTHING, FinishReason, Request, Sampling, Sequence, SequenceStatus
 from .waiting import Waiting
 
 LEAST_SCORED_TOKENS = 64  # prompt tokens with log-probabilities per step
@@ -79,7 +80,7 @@ class Changes:
     """Changes to rows since the last plan. Mutable until a plan takes them."""
 
     released: list[int] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
+    admitted: dict[int, Request] = field(default_factory=dict)  # by row
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
     reads: list[BlockBytes] = field(default_factory=list)
@@ -279,10 +280,10 @@ class SchedulerState:
         else:
             extension = self.cache.fork(start.leader_row, row, len(tokens) - 1, len(tokens))
         assert extension is not None, "admitted without enough blocks"
-        if sequence.read is not None:
-            extension = self._take_read(sequence, row, extension)
         if sequence.kept is not None:
             extension = self._take_kept(sequence, row, extension)
+        if sequence.read is not None:
+            extension = self._take_read(sequence, row, extension)
         if extension.copies is not None:
             self.changes.copies.append(extension.copies)
         self.rows.computed[row] = extension.num_computed
@@ -294,7 +295,7 @@ class SchedulerState:
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and not sequence.is_unscored:
             sampling = replace(sampling, prompt_logprobs=None)  # already returned, and not returned again
-        self.changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
+        self.changes.admitted[row] = replace(request, sampling=sampling, generated=tokens[num_prompt:])
         return extension
 
     def _take_read(self, sequence: Sequence, row: int, extension: Extension) -> Extension:
@@ -309,12 +310,11 @@ class SchedulerState:
             return extension
         data, before = self.cache.disk.finish(read), extension.num_computed
         if read.chain is sequence.chain:
-            extension = self.cache.put(row, extension, (read.chain, read.first, read.upto), data, self._copied)
-        if extension.read is not None:
-            self.changes.reads.append(extension.read)
+            extension = self._put(row, extension, (read.chain, read.first, read.upto), data)
         num_read = extension.num_computed - before
         self.stats.disk_tokens += num_read
-        sequence.root.num_disk_tokens = num_read
+        if sequence.root.num_cached_tokens is None:  # not of one that was suspended
+            sequence.root.num_disk_tokens = num_read
         self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
 
@@ -323,15 +323,15 @@ class SchedulerState:
         kept, sequence.kept = sequence.kept, None
         assert kept is not None
         data = kept.data(sequence.sharable // self.cache.block_size)
-        extension = self.cache.put(row, extension, (sequence.chain, 0, len(data)), data, self._copied)
-        if extension.read is not None:
-            self.changes.reads.append(extension.read)
-        return extension
+        return self._put(row, extension, (sequence.chain, 0, len(data)), data)
 
-    @property
-    def _copied(self) -> Int32:
-        """The blocks from which the plan copies."""
-        return np.concatenate([NO_TOKENS, *(copies.sources for copies in self.changes.copies)])
+    def _put(self, row: int, extension: Extension, blocks_of: tuple[Chain, int, int], data: npt.NDArray[np.uint8]) -> Extension:
+        """As `CacheManager.put`, with the plan; no block gets any from which the plan copies."""
+        copied = np.concatenate([NO_TOKENS, *(copies.sources for copies in self.changes.copies)])
+        put = self.cache.put(row, extension, blocks_of, data, copied)
+        if put.read is not None and put.read is not extension.read:
+            self.changes.reads.append(put.read)
+        return put
 
     def take_over(self, other: SchedulerState) -> None:
         """Queue the sequences of `other`, none of which has a row, behind those that are here: none.
@@ -357,9 +357,31 @@ class SchedulerState:
 
     def _open_pin(self, request: Request) -> None:
         """Begin the pin of `request`, if it asks for one, and there is room for it beside those that are here."""
-        num_blocks = len(request.prompt_token_ids) // self.cache.block_size
+        num_blocks = self.cache.blocks_to_pin(len(request.prompt_token_ids))
         if request.pin and num_blocks <= self.most_pinned - self.cache.pins.num_promised:
             self.cache.pins.open(request.pin, num_blocks)
+
+    def can_fork(self, leader: Sequence, fork: Sequence) -> bool:
+        """Whether `fork` can begin with the blocks of `leader`, which has a row, for all of its tokens but the last.
+
+        While the leader prefills, the next plan may fill them: what it begins with is brought, or its state is copied.
+        """
+        row = leader.row
+        assert row is not None
+        if not self.cache.row_tables.can_fork(row, fork.sharable, int(self.rows.computed[row])):
+            return False
+        is_new = row in self.changes.admitted
+        return leader.is_computed or not (fork.is_unchosen or is_new or row in self._arriving_rows)
+
+    @property
+    def forkable(self) -> list[Sequence]:
+        """The prefilling sequences with a fork that can begin now."""
+        return [sequence for sequence in self.prefilling if any(self.can_fork(sequence, fork) for fork in sequence.forks)]
+
+    @property
+    def _arriving_rows(self) -> set[int]:
+        """The rows with blocks that are targets of copies of the next plan."""
+        return {row for one in self.changes.copies for row in self.cache.row_tables.rows_with(one.targets).tolist()}
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""
@@ -531,7 +553,7 @@ class SchedulerState:
         """Stop running those of `sequences` that have a row. Returns their former rows, which still hold the blocks."""
         sequences = [sequence for sequence in sequences if sequence.row is not None]
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        arriving = [row for one in self.changes.copies for row in self.cache.row_tables.rows_with(one.targets)]
+        arriving = self._arriving_rows
         for sequence, row in zip(sequences, rows, strict=True):
             if computed:
                 self._commit(sequence, row)

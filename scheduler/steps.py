@@ -16,12 +16,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, Int32, joined, merged
-from .errors import InvalidCallOrder
 from .outcome import StepOutputs
-from .plan import NO_RESIZE, NO_ROWS, Bool, ChunkLogprobs, Plan, Resize, Result, given_tokens
+from .plan import NO_RESIZE, NO_ROWS, Bool, ChunkLogprobs, InvalidCallOrder, Plan, Resize, Result, given_tokens
 from .pool import ElasticPool
 from .preemption import recompute
-from .sequence import Sequence
+from .request import Sequence
 from .state import SchedulerState
 
 
@@ -81,7 +80,9 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     """
     if plan is not state.plans.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
         raise InvalidCallOrder(f"the result of step {result.step_id} does not belong to the plan that is out first")
-    failed_blocks = np.append(result.failed_blocks, state.plans.unknown)
+    failed_blocks = result.failed_blocks
+    if len(state.plans.unknown):
+        failed_blocks = np.append(failed_blocks, state.plans.unknown)
     if len(state.plans.stale) or len(failed_blocks):
         result = _deferring(state, plan, result, failed_blocks)
     sampled, tokens = _sampled_rows(state, plan, result), result.tokens
@@ -105,7 +106,7 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     scores = tuple([_scored(state, plan, part) for part in result.scores])
     state.plans.shift(deferred)
     prefilled = state.prefilling
-    for leader in state.promote():
+    for leader in (*state.promote(), *state.forkable) if prefilled else ():
         state.waiting.release_forks(leader)
     candidates = tuple([(str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates])
     if candidates:
@@ -145,7 +146,7 @@ def _plan(
         lengths=lengths,
         samples=samples,
         released=np.array(changes.released) if changes.released else NO_ROWS,
-        admitted=tuple(changes.admitted),
+        admitted=dict(changes.admitted),
         tables=merged(changes.tables),
         copies=joined(moves + changes.copies),
         resize=resize,
@@ -172,7 +173,7 @@ def _count_swaps(state: SchedulerState, plan: Plan) -> None:
     state.evicted_blocks += evicted
     if (demoted or evicted) and state.cost is not None:
         compute_s = state.cost.compute_s(state.cache.block_size)
-        chances = state.cache.swapping.demotion.chances
+        chances = state.cache.swapping.offload_policy.chances
         state.decisions.gave_up(plan.step_id, demoted, evicted, state.cost.swap_s(1), compute_s, chances)
 
 

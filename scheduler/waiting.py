@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Collection
 
-from .sequence import Sequence, SequenceStatus
+from .request import Sequence, SequenceStatus
 
 AGING_S = 30.0  # seconds of waiting equal to one step of priority
 
@@ -52,7 +52,7 @@ class Waiting:
         self.deferred.append(sequence)
 
     def wait_for_read(self, sequence: Sequence) -> None:
-        """Let a new sequence wait for what is read from disk."""
+        """Let a sequence without a row wait for what is read from disk."""
         sequence.set_status(SequenceStatus.READING)
         self.reading.append(sequence)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..scheduler.errors import REQUEST_FAULTS
+from ..scheduler.request import REQUEST_FAULTS
 from .engine_client import Generation
 from .errors import ApiError, invalid, unavailable
 from .messages import Piece, Score

@@ -278,6 +278,8 @@ class ServeConfig:
                 raise ServeConfigInvalid(f"{setting_name} names {min(unknown)!r}; there are {', '.join(names)}")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: rename one of them")
+        if odd := [name for name in names if any("\ud800" <= one <= "\udfff" for one in name)]:  # of a file system, say
+            raise ServeConfigInvalid(f"the name {odd[0]!r} is not UTF-8, and no request could give it: rename the model")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ServeConfigInvalid("TLS needs both --ssl-certfile and --ssl-keyfile")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..api.sampling_params import SamplingParams
-from ..scheduler.errors import PromptTooLong
+from ..scheduler.request import PromptTooLong
 from .messages import Submit
 
 API_TEMPERATURE = 1.0  # OpenAI's default, for models with a generation config that samples nothing

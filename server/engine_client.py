@@ -644,7 +644,8 @@ class RemoteEngine:
                 self._answer(message.number, message.value)
             case ModelReady():
                 self._info = message.info
-                self._ready.set_result(None)
+                if not self._ready.done():
+                    self._ready.set_result(None)
             case Alive():
                 self._alive, self._num_alive = message, self._num_alive + 1
             case StartFailed():

@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..scheduler.errors import PromptTooLong, RequestRejected
+from ..scheduler.request import PromptTooLong, RequestRejected
 from .messages import ErrorKind, Piece, RequestEnd, Score, WholeScores, token_text
 
 if TYPE_CHECKING:
@@ -72,10 +72,20 @@ def prompt_end(tokenizer: Any, prompt: Sequence[int]) -> str:
     return str(tokenizer.decode(list(prompt[-PROMPT_END_TOKENS:]), clean_up_tokenization_spaces=False))
 
 
-def response_template(tokenizer: Any) -> str:
-    """The response template that a tokenizer brings, as JSON; "" without one."""
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """What `ModelInfo` says of a tokenizer."""
+    from ..engine.text.chat_template import tool_template
+    from ..engine.text.detokenizer import special_tokens
+
     own = getattr(tokenizer, "response_template", None)
-    return json.dumps(own, ensure_ascii=False) if isinstance(own, dict) else ""
+    return {
+        "has_tokenizer": tokenizer is not None,
+        "chat_template": tool_template(tokenizer),
+        "special_tokens": () if tokenizer is None else tuple(special_tokens(tokenizer)),
+        "response_template": json.dumps(own, ensure_ascii=False) if isinstance(own, dict) else "",
+        "added_tokens": added_tokens(tokenizer),
+        "constrains": find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer"),
+    }
 
 
 @lru_cache(maxsize=8)
@@ -83,11 +93,6 @@ def added_tokens(tokenizer: Any) -> dict[str, int]:
     """The added tokens of a tokenizer and their ids."""
     known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     return dict(known)
-
-
-def can_constrain(tokenizer: Any) -> bool:
-    """Whether output can be constrained with this tokenizer."""
-    return find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

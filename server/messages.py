@@ -11,7 +11,7 @@ from msgspec import Struct, msgpack
 
 from ..cache.retention import Retention
 from ..common.answer_memory import SCORED_BYTES, TOKEN_BYTES
-from ..scheduler.sequence import FinishReason
+from ..scheduler.request import FinishReason
 
 BEAT_S = 1.0  # interval of `Alive`
 
@@ -155,6 +155,7 @@ class ModelInfo(Struct, frozen=True):
         response_template: That of the tokenizer as JSON; "" without one.
         added_tokens: The ids of the tokenizer's added tokens.
         constrains: Whether output can be constrained.
+        leases: The names of its leases, and the uuids of their devices.
     """
 
     path: str
@@ -173,10 +174,11 @@ class ModelInfo(Struct, frozen=True):
     added_tokens: dict[str, int] = {}
     constrains: bool = False
     weights_bytes: int = 0
+    leases: tuple[tuple[str, str], ...] = ()
 
 
 class ModelReady(Struct, tag=True, frozen=True):
-    """The model is loaded."""
+    """The model is loaded, or loaded again as it wakes up."""
 
     info: ModelInfo
 

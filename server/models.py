@@ -9,17 +9,17 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from ..common.units import format_bytes
-from . import reservations
+from . import takers
 from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
-from .residency import Departure, Resident, RouterRules, victims
+from .residency import Departure, Resident, RouterRules, Taker, victims
 from .response_templates import ResponseTemplate, choose_template, template_named
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,9 @@ class _NotWanted(ApiError):
 
 
 class _NoRoomYet(_NotWanted):
-    """There is no room without a wait for a model with suspended requests: it gives others the turn."""
+    """There is no room without a wait for a model with suspended requests, or for one that is missing and that no request
+    waits for: it gives others the turn.
+    """
 
 
 class _MemoryShort(Exception):
@@ -299,9 +301,42 @@ class ModelRegistry:
 
     async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1) -> None:
         """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent; an unloaded one stays so."""
+        drain_s = await self._returned(model, drain_s)
         async with model.change():
-            if model.state not in ("asleep", "unloaded", "failed"):
+            if model.state == "asleep" and (model.returns_at is not None or level > model.level):
+                await self._sleeps_on(model, level)
+            elif model.state not in ("asleep", "unloaded", "failed"):
                 await self._sleeps(model, drain_s, level, "asked")
+
+    async def _returned(self, model: ServedModel, drain_s: float | None) -> float | None:
+        """Let a model that has left in a turn return, if it does so within `drain_s`: its requests can end then. Else it
+        returns no more. Returns what is left of `drain_s`.
+        """
+        if model.returns_at is None:
+            return drain_s
+        until = math.inf if drain_s is None else self._clock() + drain_s
+        while model.returns_at is not None and model.is_used and self._clock() < until:
+            model.returns_at = min(model.returns_at, self._clock())  # busy models make way
+            await asyncio.sleep(LOOK_S)
+        if model.returns_at is not None:
+            await self._cancel_coming(model)
+        return None if drain_s is None else max(until - self._clock(), 0.0)
+
+    async def _cancel_coming(self, model: ServedModel) -> None:
+        if model.coming is not None and not model.coming.done():
+            model.coming.cancel()
+            await asyncio.wait({model.coming})
+
+    async def _sleeps_on(self, model: ServedModel, level: int) -> None:
+        """Let a model sleep on at another level, in a change. Requests that were suspended end."""
+        assert model.process is not None
+        model.returns_at = None
+        try:
+            await model.process.call("sleep", drain_s=0.0, level=level)
+            model.level, model.holds = level, False
+        except (RequestFailed, EngineUnavailable) as error:
+            log.error("the engine of %s cannot sleep on, and is ended: %s", model.name, error)
+            await self._ends(model, 0.0, "asked")
 
     async def wake_up(self, model: ServedModel) -> None:
         """Load a model again that sleeps or is unloaded, in turn with other changes; it waits for room as long as a request.
@@ -322,9 +357,8 @@ class ModelRegistry:
 
     async def unload(self, model: ServedModel, drain_s: float = 0.0) -> None:
         """End a model's engine; the next request loads it again. Idempotent."""
-        if model.coming is not None and not model.coming.done():
-            model.coming.cancel()
-            await asyncio.wait({model.coming})
+        drain_s = await self._returned(model, drain_s) or 0.0
+        await self._cancel_coming(model)
         async with model.change():
             await self._ends(model, drain_s, "asked")
 
@@ -392,6 +426,9 @@ class ModelRegistry:
             pause_s = min(2 * pause_s, MOST_RESTART_S)
             try:
                 await self._brought(model)
+            except _NoRoomYet:
+                model.state, pause_s = "loading", LOOK_S
+                await self._until_room(model)
             except ApiError as error:
                 model.state = "loading"
                 log.error("the model %s cannot be loaded again: %s", model.name, error)
@@ -406,7 +443,7 @@ class ModelRegistry:
                         if model.is_used:
                             await self._brought(model)
                     except _NoRoomYet:
-                        continue
+                        await asyncio.sleep(LOOK_S)
                     except _NotWanted:
                         return
                     except ApiError as error:
@@ -420,11 +457,13 @@ class ModelRegistry:
         finally:
             if not model.is_used:
                 model.returns_at = None
+                if self._clock() >= model.expires_at:
+                    self._begin(self._expired(model))
 
     async def _until_room(self, model: ServedModel) -> None:
         """Wait until another model falls idle or leaves, or busy ones make way. Others are looking for room meanwhile."""
         first = self._passing(model)
-        while model.is_used and not self._is_urgent(model):
+        while (model.is_used or model.is_missing) and not self._is_urgent(model):
             others = self._residents(model)
             if not self._room.locked() and (victims(others, 1, self._clock()) or not first <= self._passing(model)):
                 return
@@ -453,7 +492,8 @@ class ModelRegistry:
             raise
         except asyncio.CancelledError:
             # An engine that has begun to wake up does so: the next waking finds it awake
-            model.state = "asleep" if model.process is not None and model.process.is_alive else "unloaded"
+            is_asleep = model.process is not None and model.process.is_alive
+            model.state, model.holds = "asleep" if is_asleep else "unloaded", is_asleep and model.holds
             raise
         except Exception as error:
             model.holds = False
@@ -604,7 +644,8 @@ class ModelRegistry:
 
     async def _look_later(self, model: ServedModel) -> None:
         """Wait until there may be room. Raises _NoRoomYet for a model that lets others look before."""
-        if model.returns_at is not None and not model.num_waiting and not self._is_urgent(model):
+        gives_way = model.returns_at is not None or model.num_restarts > 0
+        if gives_way and not model.num_waiting and not self._is_urgent(model):
             raise _NoRoomYet(503, f"others look for room before {model.name}")
         await asyncio.sleep(LOOK_S)
 
@@ -643,21 +684,35 @@ class ModelRegistry:
                 await self._put_to_sleep(self._models[names[0]])  # one at a time: requests may come for the others
 
     async def make_way(self) -> None:
-        """Put idle models to sleep, one after the other, while reservations wait for memory of their devices. Has no end."""
+        """Put idle models to sleep, one after the other, while reservations wait for memory of their devices, or requests of
+        other engines for KV there. Has no end.
+        """
+        rests_until = -math.inf
         while True:
-            await asyncio.sleep(reservations.LOOK_S)
+            await asyncio.sleep(takers.LOOK_S)
             if self._room.locked() or not victims(self._residents(), 1, self._clock()):
                 continue
             try:
-                takers = await asyncio.to_thread(reservations.waited_for)
+                waiting = await asyncio.to_thread(takers.waiting)
                 if self._room.locked():  # until a model has room, for which others leave, this answer is old
                     continue
                 async with self._room:
-                    names = victims([one for one in self._residents() if one.name in takers], 1, self._clock())
-                    if names:
-                        await self._put_to_sleep(self._models[names[0]], f"the reservation {takers[names[0]]}")
+                    now = self._clock()
+                    if now < rests_until:
+                        waiting = {lease: taker for lease, taker in waiting.items() if taker.num_requests is None}
+                    idle = [one for one in self._residents() if one.may_leave(now)]
+                    found = {one.name: taker for one in idle if (taker := self._taker(one, waiting, now)) is not None}
+                    if names := victims([one for one in idle if one.name in found], 1, now):
+                        await self._put_to_sleep(self._models[names[0]], found[names[0]].name)
+                        rests_until = self._clock() + takers.GRANTED_S
             except Exception:
-                log.exception("no model makes way for a reservation now")
+                log.exception("no model makes way for others now")
+
+    def _taker(self, one: Resident, waiting: Mapping[tuple[str, str], Taker], now: float) -> Taker | None:
+        """What a model makes way for, of what waits for memory of its devices. On others, models may have the same name."""
+        process = self._models[one.name].process
+        found = () if process is None else (waiting[lease] for lease in process.info.leases if lease in waiting)
+        return next((taker for taker in found if one.yields_to(taker, now)), None)
 
     def _too_many(self, most_bytes: int) -> list[str] | None:
         residents = self._residents()
@@ -665,20 +720,20 @@ class ModelRegistry:
 
     def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
         """The models that hold memory, but one. What changes or is removed now does not leave."""
-        return [
-            Resident(
-                one.name,
-                one.weights_bytes,
-                one.last_used,
-                math.inf
-                if one.state != "ready" or one.num_changing or one in self._leaving
-                else one.since + self._stays_s(one),
-                one.num_running + one.num_waiting,
-                one.options.residency.pinned,
-            )
-            for one in (*self, *self._leaving)
-            if one is not beside and one.holds
-        ]
+        return [self._resident(one) for one in (*self, *self._leaving) if one is not beside and one.holds]
+
+    def _resident(self, model: ServedModel) -> Resident:
+        stays = model.state != "ready" or model.num_changing or model in self._leaving
+        return Resident(
+            model.name,
+            model.weights_bytes,
+            model.last_used,
+            math.inf if stays else model.since + self._stays_s(model),
+            model.num_running + model.num_waiting,
+            model.options.residency.pinned,
+            model.exchange_s,
+            model.expires_at == math.inf,
+        )
 
     def _stays_s(self, model: ServedModel) -> float:
         return self.rules.resident_s(model.exchange_s)
@@ -691,8 +746,10 @@ class ModelRegistry:
         """
         async with model.change():
             num_suspended, now = model.num_running, self._clock()
-            idle_s = 0.0 if num_suspended else now - model.last_used
-            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes, now - model.since, num_suspended)
+            value, idle_s = (None, 0.0) if num_suspended else (self._resident(model).value(now), now - model.last_used)
+            model.departure = Departure(
+                model.name, time.time(), taker, value, idle_s, model.weights_bytes, now - model.since, num_suspended
+            )
             reason = "turn" if num_suspended else "memory"
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
@@ -700,17 +757,19 @@ class ModelRegistry:
             except (ApiError, RequestFailed, EngineUnavailable) as error:
                 log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
                 await self._ends(model, 0.0, reason)
-        if num_suspended and model.state == "asleep" and self._models.get(model.name) is model:
-            self._turn_at, self._turn_of = self._clock(), taker
-            model.returns_at = self._turn_at + self.rules.return_s
-            model.coming = self._begin(self._returns(model))
+            finally:  # `taker` may have been unloaded meanwhile
+                if num_suspended and model.state == "asleep" and self._models.get(model.name) is model:
+                    self._turn_at, self._turn_of = self._clock(), taker
+                    model.returns_at = self._turn_at + self.rules.return_s
+                    model.coming = self._begin(self._returns(model))
 
     async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
         """As `sleep`, in a change."""
         engine = model.engine
         model.state, model.level = "asleep", level
         try:
-            await engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
+            work = engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
+            await (work if reason == "asked" else _to_its_end(work))  # requests may end within the drain of an operator
         except RequestFailed as error:
             if error.is_refusal:
                 model.state, model.level = "ready", 0
@@ -722,7 +781,7 @@ class ModelRegistry:
     async def _ends(self, model: ServedModel, drain_s: float, reason: str) -> None:
         """As `unload`, in a change."""
         process, model.process = model.process, None
-        model.state, model.level, model.is_missing, model.is_leaving = "unloaded", 0, False, False
+        model.state, model.level, model.is_missing, model.is_leaving, model.returns_at = "unloaded", 0, False, False, None
         model.stays()
         try:
             if process is not None:
@@ -756,6 +815,16 @@ class ModelRegistry:
 
     def _names(self) -> str:
         return ", ".join(map(repr, self._models)) or "none"
+
+
+async def _to_its_end(work: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the end of `work`, even if that is cancelled meanwhile."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.gather(working, return_exceptions=True)
+        raise
 
 
 def _failed(model: ServedModel) -> ApiError:

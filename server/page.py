@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +160,13 @@ class PageEndpoints:
 
         @app.get("/page/explain", include_in_schema=False)
         async def explain(model: str | None = None, request: str | None = None) -> Response:
-            return _json(await self._models.get(model).engine.call("explain", request=request))
+            one = self._models.get(model)
+            if request is not None:
+                return _json(await one.engine.call("explain", request=request))
+            left = [each.departure for each in self._models if each.departure is not None]
+            unloads = [{"what": "unload", **asdict(each)} for each in left if one.name in (each.victim, each.taker)]
+            decisions = await one.engine.call("explain", request=None) if one.can_serve else []
+            return _json([*sorted(unloads, key=lambda each: each["at"]), *decisions])
 
 
 def _json(data: Any, headers: dict[str, str] | None = None) -> Response:

@@ -13,6 +13,7 @@ from ..common.units import format_bytes
 LEAST_RESIDENT_S = 1.0
 RESIDENT_EXCHANGES = 4  # a model stays for as many times of its loading at least
 FIRST_TOKEN_S = 5.0  # in which a request should have its first token
+LEAST_IDLE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,19 @@ class RouterRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Taker:
+    """What waits for memory that models hold.
+
+    Attributes:
+        name: Of a reservation, or of an engine.
+        num_requests: That wait for KV of the engine; None: it is a reservation.
+    """
+
+    name: str
+    num_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Resident:
     """A model that holds memory.
 
@@ -66,6 +80,8 @@ class Resident:
         last_used: When its last request ended, in seconds of any clock.
         stays_until: The end of its minimum residency.
         num_requests: That it serves, or that wait for it.
+        exchange_s: How long its last loading or waking took.
+        is_kept: Its keep_alive has no end.
     """
 
     name: str
@@ -74,6 +90,23 @@ class Resident:
     stays_until: float
     num_requests: int = 0
     pinned: bool = False
+    exchange_s: float = 0.0
+    is_kept: bool = False
+
+    def value(self, now: float) -> float:
+        """What idle weights are worth: the seconds of waiting that they save each second, if requests come as far apart as the
+        last one is away.
+        """
+        return self.exchange_s / max(now - self.last_used, LEAST_IDLE_S)
+
+    def yields_to(self, taker: Taker, now: float) -> bool:
+        """Whether idle weights are worth less than the memory is to `taker`: each of its requests loses a second each second.
+
+        Reservations go first. A model that is to stay for good leaves for no KV.
+        """
+        if taker.num_requests is None:
+            return True
+        return not self.is_kept and self.value(now) < taker.num_requests
 
     def may_leave(self, now: float, busy: bool = False) -> bool:
         """Whether another model may take its place; `busy`: also while it has requests, which wait meanwhile."""
@@ -85,16 +118,20 @@ class Departure:
     """A model has left the memory for another one, or for a reservation.
 
     Attributes:
+        victim: The model.
         at: In seconds since 1970.
         taker: What needed the memory; None: all took more than they may.
+        value: As of `Resident.value`; None: it had requests.
         idle_s: Seconds without requests, by which it was chosen: no other one that might leave had more.
         num_bytes: Of its weights.
         resident_s: How long it was there.
         num_suspended: Requests that go on when it returns; with some, it was chosen as it was there longest.
     """
 
+    victim: str
     at: float
     taker: str | None
+    value: float | None
     idle_s: float
     num_bytes: int
     resident_s: float
@@ -102,9 +139,9 @@ class Departure:
 
     def __str__(self) -> str:
         taker = "as all take more than they may" if self.taker is None else f"for {self.taker}"
-        why = f"it had no request for {self.idle_s:.1f} s"
-        if self.num_suspended:
-            why = f"its requests, {self.num_suspended}, go on when it returns"
+        why = f"its requests, {self.num_suspended}, go on when it returns"
+        if self.value is not None:
+            why = f"it had no request for {self.idle_s:.1f} s and saved {self.value:.2g} s of waiting a second"
         return f"{taker} after {self.resident_s:.1f} s: {why}, and gives {format_bytes(self.num_bytes)}"
 
 

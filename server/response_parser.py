@@ -95,8 +95,8 @@ class ResponseParser:
         calls_end_it = self._call_opens if template.calls_end_reasoning else ()
         self._reasoning_end = Literals({*template.reasoning_close, *calls_end_it})
         if form is not None:
-            self._close, self._item_open = Literals(form.close), Literals(form.item_open)
-            self._item_close, self._name_end = Literals(form.item_close), Literals(form.name_end)
+            self._close, self._item_close = Literals(form.close), Literals(form.item_close)
+            self._name_end = Literals(form.name_end)
             self._item_or_close = Literals({*form.item_open, *form.close})
             if form.content == "xml":
                 self._parameter_open = Literals(form.parameter[:1])

@@ -22,7 +22,7 @@ def naive_cells(scheduler: Scheduler) -> list[int]:
                 for blocks in table.blocks:
                     held.setdefault(int(blocks[row, slot]), []).append(row)
     pins, index = scheduler.cache.pins, scheduler.cache.index
-    pinned = [int(index.blocks.of_node[node]) for pin in pins._pins.values() for node in pin.nodes]
+    pinned = pins.references(index).tolist()
     cells = []
     for block in range(pool.num_blocks):
         extent = block // pool.blocks_per_extent

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from page_rig import FAR_S, LocalServer, httpx2
 
-from pagetide.scheduler.sequence import FinishReason
+from pagetide.scheduler.request import FinishReason
 from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import Generation, Observer, RequestFailed
 from pagetide.server.keys import ApiKeys

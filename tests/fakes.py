@@ -138,12 +138,12 @@ class FakeRunner:
             del self.owner[int(row)]
             self.waits.discard(int(row))
             self.taken.pop(int(row), None)
-        for new in plan.admitted:
-            assert new.row not in self.owner, "a row was taken before it was released"
-            self.owner[new.row] = new.request_id
-            self.tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self.waits.add(new.row)
-            self.asks[new.row] = new.sampling, new.num_prompt
+        for row, new in plan.admitted.items():
+            assert row not in self.owner, "a row was taken before it was released"
+            self.owner[row] = new.request_id
+            self.tokens[row, : len(new.token_ids)] = new.token_ids
+            self.waits.add(row)
+            self.asks[row] = new.sampling, len(new.prompt_token_ids)
         if plan.given is not None:
             self.tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
         *of_kv, of_states = plan.tables if plan.tables and self.num_state_blocks else (*plan.tables, None)
@@ -168,8 +168,9 @@ class FakeRunner:
                     if slot * self.block_size >= start:
                         self._poison(plan, self.tables[number, row, [slot]])
         self._fresh(mapped["mapped"])
+        self.came_back = None
         if (back := None if plan.swaps is None else plan.swaps.back) is not None and plan.reads:
-            self._copy(back.sources, back.targets)
+            self.came_back = back.targets, self.pool[back.sources]
             plan = replace(plan, swaps=replace(plan.swaps, back=None))
         for read in plan.reads:
             assert UNMAPPED not in self.pool[read.blocks], "what was read goes to memory that is gone"
@@ -254,7 +255,7 @@ class FakeRunner:
         return lost
 
     def _move_memory(self, plan: Plan) -> dict:
-        """Copy, unmap. Returns what the result says about it."""
+        """Copy, write what came back, unmap. Returns what the result says about it."""
         unmapped = plan.resize.unmap
         if (copies := _copies_of(plan)) is not None:
             sources, targets = copies.sources, copies.targets
@@ -262,6 +263,12 @@ class FakeRunner:
             assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
             assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
             self._copy(sources, targets)
+        if self.came_back is not None:
+            targets, of_sources = self.came_back
+            self.pool[targets] = of_sources
+            if self._fails():
+                self.pool[targets] = POISON
+                self.failed_blocks += targets.tolist()
         refused = None
         if len(unmapped) and self.refuses_unmap:
             unmapped, refused = unmapped[:-1], "planted"
@@ -399,6 +406,7 @@ class FakeDisk:
     def __init__(self, rng: np.random.Generator) -> None:
         self.num_read = 0
         self.groups: tuple[LayerGroup, ...] = ()
+        self.blocks_have_bytes = True  # else all layers have windows or states
         self._rng = rng
         self._kept: set[tuple[bytes | None, bytes]] = set()
 
@@ -412,7 +420,7 @@ class FakeDisk:
         if self._rng.random() < 0.2:
             num = int(self._rng.integers(first, num))
         blocks = chain.tokens[: num * size].copy().reshape(-1, size)
-        data = [blocks[first:]]
+        data = [blocks[first:] if self.blocks_have_bytes else blocks[:0]]
         for group in self.groups if num > first else ():
             begin = max(first, group.first_read(num * size) // size)
             state = np.repeat(_state(blocks.ravel(), group.num_tables), size, 1)
@@ -462,8 +470,9 @@ class World:
                 max_cached_blocks=max_cached,
                 host_slots=host_slots,
             )
-            if disk is not None and groups and groups[0].window is None:  # others keep nothing on disk
+            if disk is not None and groups:
                 cache.disk, disk.groups = disk, cache.index.windows.groups
+                disk.blocks_have_bytes = groups[0].window is None
             runner = FakeRunner(
                 usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped,
                 host_slots=host_slots, groups=groups,
@@ -533,7 +542,7 @@ class World:
         assert plan.num_tokens <= self.scheduler.state.limits.max_step_tokens
         self.check()
         self.plans.append(plan)
-        self.started += [new.request_id for new in plan.admitted]
+        self.started += [new.request_id for new in plan.admitted.values()]
         return plan
 
     def nap(self, keeps: bool = True) -> None:
@@ -552,7 +561,7 @@ class World:
 
     def go_ahead(self) -> Plan | None:
         """Plan the step behind the plan that is out, if that can be, and begin both; every third is executed late."""
-        plan = self.scheduler.schedule_ahead(0.0)
+        plan = self.scheduler.schedule_ahead()
         self.check()
         if plan is not None:
             self.begun = self.begun or [self.runner.begin(self.plans[-1])]

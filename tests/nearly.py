@@ -1,11 +1,14 @@
-"""Outputs compared up to the last bits of their log-probabilities, which depend on what else a step computes."""
+"""Outputs compared up to the last bits of log-probabilities, or up to times: what else a step computes shows there."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from pagetide import RequestOutput
 
 
 def nearly(value: Any) -> Any:
@@ -17,3 +20,12 @@ def nearly(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: nearly(one) for key, one in value.items()}
     return type(value)(map(nearly, value)) if isinstance(value, list | tuple) else value
+
+
+def alike(outputs: list[RequestOutput]) -> list[Any]:
+    """All but the times and ids, and what depends on what ran before."""
+    found = []
+    for output in outputs:
+        completions = tuple(dataclasses.replace(one, timings=None, num_preemptions=0) for one in output.completions)
+        found.append(dataclasses.replace(output, request_id="", num_cached_tokens=0, completions=completions))
+    return found

@@ -40,8 +40,8 @@ from pagetide.frames.source import (
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.request import Sequence as Served
 from pagetide.scheduler.scheduler import Scheduler
-from pagetide.scheduler.sequence import Sequence as Served
 from pagetide.scheduler.state import Limits
 
 FOLDER = Path(__file__).resolve().parents[1] / "server" / "static"

@@ -3,10 +3,9 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. With a disk tier some prompts are read. With naps all requests are suspended now and then. Where all
-layers read all tokens, some cached prefixes are pinned. With groups, some layers read only a part of each sequence. Ahead, a
-step is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are
-deferred and some copies fail.
+has no memory. With a disk tier some prompts are read. With naps all requests are suspended now and then. Some cached prefixes
+are pinned. With groups, some layers read only a part of each sequence. Ahead, a step is mostly planned while the one before is
+out, and anything may happen in between. In a faulty walk some chunks are deferred and some copies fail.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from fakes import VOCAB, FakeDisk, World, continuation, fake_logprob
 from pagetide.cache.layer_groups import LayerGroup, most_columns_in, state_group
 from pagetide.cache.retention import Retention
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
-from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.plan import InvalidCallOrder
+from pagetide.scheduler.request import PromptTooLong, Request, RequestRejected, Sampling
 
 VARIANTS = tuple(
     "-".join(words)
@@ -185,7 +184,7 @@ def _walk(
             world.cache.reset()
         elif kind < 0.27 and live:
             world.runner.fail.add(str(rng.choice(live)))
-        elif kind < 0.31 and world.cache.index.capacity and layers == "full":
+        elif kind < 0.31 and world.cache.index.capacity:
             _pin(world, n)
         else:
             begun = bool(world.begun)
@@ -232,7 +231,8 @@ def _pin(world: World, n: int) -> None:
         world.cache.unpin(str(rng.choice(pins)))
         return
     room = world.scheduler.state.most_pinned - world.cache.pins.num_promised + 1  # sometimes too much
-    tokens = _alike(world, int(rng.integers(1, max(2, room * world.cache.block_size))))
+    most = min(max(2, room * world.cache.block_size), capacity_of(world))  # few blocks hold many tokens with windows alone
+    tokens = _alike(world, int(rng.integers(1, max(2, most))))
     salt = None if rng.random() < 0.8 else b"tenant"
     with suppress(RequestRejected):
         world.add_request(Request(f"p{n}", tokens, Sampling(1), int(rng.integers(3)), float(n), salt, pin=f"p{n}"))

@@ -108,13 +108,13 @@ def distribution(sampler: Sampler, rows: Rows, positions: Int64, logits: torch.T
     """
     x = logits.detach().float().clone()
     sampler._treat(x, rows, positions)
-    result = torch.nn.functional.one_hot(index(argmax(x)[0], x), sampler._vocab_size).float()
+    result = torch.nn.functional.one_hot(index(argmax(x)[0], x), sampler._transforms._vocab_size).float()
     settings = sampler._settings(rows, positions, sampler._transforms.draws(rows))
     uploaded = [on_device(array, x) for array in settings.arrays]
     for part in settings.parts:
         if sampler._native:
             weights = torch.ops.pagetide.sample(x, *(array[part.rows] for array in uploaded), True)[2]
         else:
-            weights = sampler._transforms.weights(x, part, uploaded)[:, : sampler._vocab_size]
+            weights = sampler._transforms.weights(x, part, uploaded)[:, : sampler._transforms._vocab_size]
         result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
     return result

@@ -21,7 +21,8 @@ class ScriptedLease:
         self.connected = True
         self.asked: list[int] = []
         self.keeps: list[int] = []
-        self.kept_bytes = 0
+        self.kept_bytes = self.num_waiting = 0
+        self.reused = True
         self.answered: list[int] = []
         self.reports: list[tuple[dict[str, int], int]] = []
         self.waited: list[float] = []
@@ -68,11 +69,20 @@ class ScriptedLease:
         self.lower_bytes += lower_bytes
         self.held_bytes += upper_bytes
 
-    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+    def report(
+        self,
+        held: Mapping[str, int],
+        free_bytes: int,
+        kept_bytes: int = 0,
+        *,
+        moving_bytes: int = 0,
+        num_waiting: int = 0,
+        reused: bool = True,
+    ) -> None:
         self.held_bytes = sum(held.values())
         self.lower_bytes = self.held_bytes - moving_bytes
         self.reports.append((dict(held), free_bytes + kept_bytes))
-        self.kept_bytes = kept_bytes
+        self.kept_bytes, self.num_waiting, self.reused = kept_bytes, num_waiting, reused
 
     def ask(self, target_bytes: int, *, expires_s: float, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
         assert expires_s > 0 and waiting_s >= 0

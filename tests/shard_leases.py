@@ -17,8 +17,8 @@ from pagetide.allocator.lease import Lease
 from pagetide.allocator.lease_events import Event
 from pagetide.allocator.lease_policy import Rules
 from pagetide.allocator.lease_table import LeaseTable
+from pagetide.allocator.sharded_lease import ShardedLease
 from pagetide.engine.shards.sharded_arena import ResizeOutcome, ShardedArena
-from pagetide.engine.shards.sharded_lease import ShardedLease
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
 from pagetide.scheduler.plan import Resize
 

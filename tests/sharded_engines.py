@@ -12,6 +12,7 @@ import torch
 from engines import POISON, AlwaysSwap, TinyEngine
 from families import tiny
 from shard_threads import ThreadGroup, run_in_threads, thread_groups
+from state_families import STATE_FAMILIES
 
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import OutOfDeviceMemory
@@ -23,6 +24,7 @@ from pagetide.cache.state_tables import tables_for
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.latent import attend_to_latents
+from pagetide.engine.attention.states import install
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.collectives.sharded_modules import gather_on_first
 from pagetide.engine.config import resolve_model
@@ -34,6 +36,7 @@ from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.division import Division
 from pagetide.engine.loading.loader import load_model
+from pagetide.engine.loading.meta_models import found_layers
 from pagetide.engine.sampling.follower import TokenFollower
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.engine.shards.sharded_arena import ResizeOutcome, ShardedArena
@@ -64,13 +67,21 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _HEADS),
     "deepseek_v3": ("deepseek_v3", {"num_attention_heads": 8, "num_key_value_heads": 8}),
     "cohere2": ("cohere2", {**_HEADS, **_SLIDING}),
+    "qwen3_5": ("qwen3_5_text", {**STATE_FAMILIES["qwen3_5_text"], **_HEADS}),
 }
 
 
-def saved(name: str, folder: Path, **over: Any) -> tuple[Any, Checkpoint]:
-    """A tiny model of DIVIDED, and its checkpoint, saved in `folder`."""
+def undivided(name: str, **over: Any) -> Any:
+    """A tiny model of DIVIDED: the same for each call."""
     family, config = DIVIDED[name]
-    model = tiny(family, **{**config, **over})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # some parameters begin with random values
+        return tiny(family, **{**config, **over})
+
+
+def saved(name: str, folder: Path, **over: Any) -> tuple[Any, Checkpoint]:
+    """The model of `undivided`, and its checkpoint, saved in `folder`."""
+    model = undivided(name, **over)
     model.save_pretrained(folder, max_shard_size="200KB")
     return model, Checkpoint.open(resolve_model(folder))
 
@@ -78,8 +89,9 @@ def saved(name: str, folder: Path, **over: Any) -> tuple[Any, Checkpoint]:
 def geometry_of(checkpoint: Checkpoint, block_size: int = 16, dtype: str = "float32", max_tokens: int = 512) -> Geometry:
     """The layout of the whole model's blocks."""
     return Geometry.from_config(
-        checkpoint.config, block_size=block_size, dtype=dtype, latents=checkpoint.caches_latents, max_tokens=max_tokens
-    )
+        checkpoint.config, block_size=block_size, dtype=dtype, latents=checkpoint.caches_latents, max_tokens=max_tokens,
+        found=found_layers(checkpoint, getattr(torch, dtype)),
+    )  # fmt: skip
 
 
 def divided(
@@ -175,6 +187,8 @@ class ShardedTinyEngine(TinyEngine):
         pool = BlockAllocator(num_extents * per, blocks_per_extent=per, mapped=range(num_extents))
         tables = tables_for(geometry.groups, pool, block_size, limits.num_rows, max_model_len)
         cache = CacheManager(tables, PrefixHasher(block_size) if caching else None, host_slots=host_slots)
+        tokens = torch.arange(1, 6)[None]
+        run_in_threads([lambda model=model: install(model, geometry, tokens) for model in models], groups)
         for group, model in zip(groups, models, strict=True):
             attend_to_latents(model, geometry)
             model.set_attn_implementation(NAME)

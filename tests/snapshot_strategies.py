@@ -27,7 +27,7 @@ LEASE = st.builds(
     snapshot.LeaseUse, engine=TEXT, pid=PID, user=TEXT, device_uuid=UUID, min_bytes=AMOUNT, max_bytes=BYTES,
     weight=st.floats(0.001, 1000), priority=st.integers(-1000, 1000), granted_bytes=AMOUNT, held_bytes=AMOUNT,
     held_by_class=st.dictionaries(st.sampled_from(["weights", "kv", "other"]) | TEXT, AMOUNT, max_size=4),
-    spare_bytes=AMOUNT, asked_bytes=BYTES, state=st.sampled_from(["ok", "recalling", "overdue", "reaping"]) | TEXT,
+    spare_bytes=AMOUNT, asked_bytes=BYTES, state=st.sampled_from(["ok", "loading", "recalling", "overdue", "reaping"]) | TEXT,
     recall_target_bytes=BYTES, recall_age_seconds=st.none() | st.floats(0, 1e9),
 )  # fmt: skip
 RESERVATION = st.builds(

@@ -50,7 +50,10 @@ LAYERS = (
 )
 PLACE = {name: place for place, layer in enumerate(LAYERS) for name in layer}
 # Private names of other libraries, which offer nothing else.
-USED_OF_OTHERS = {"os._exit", "torch.cuda._sleep"}
+USED_OF_OTHERS = {
+    "os._exit", "torch.cuda._sleep",
+    "modeling_qwen3_5.Qwen3_5TextModel._update_linear_attn_mask", "model_configs.Qwen3_5TextOpenVINOConfig._MODEL_PATCHER",
+}  # fmt: skip
 # The one way to start a child process, and what runs programs of others: a compiler, Ray's command, that of `vram-monitor run`,
 # those of alerts.
 STARTS_PROCESSES = {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from families import VOCAB, tiny
 from transformers import PreTrainedModel
+
+import pagetide.engine.demo_model as demo_model
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -68,3 +72,10 @@ def tiny_with_states(family: str, **over: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # decays and time steps begin with random values
         return tiny(family, **{**STATE_FAMILIES[family], **over})
+
+
+def save_with_words(folder: Path, family: str) -> None:
+    """Save a model with the vocabulary and the tokenizer of the bundled one."""
+    tiny_with_states(family, vocab_size=4096).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(demo_model.__file__).with_name(name), folder)

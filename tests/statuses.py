@@ -7,8 +7,7 @@ import pytest
 from fakes import World
 
 from pagetide.scheduler.outcome import BeamMove
-from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.sequence import Sequence, SequenceStatus
+from pagetide.scheduler.request import Request, Sampling, Sequence, SequenceStatus
 
 PROMPT = np.arange(10, dtype=np.int32)
 Pairs = set[tuple[SequenceStatus, SequenceStatus]]

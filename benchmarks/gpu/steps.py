@@ -58,8 +58,8 @@ def watched(llm: LLM) -> Iterator[Steps]:
 
     schedule_ahead, apply = timed("schedule", scheduler.schedule_ahead), timed("apply", scheduler.apply)
 
-    def noted_ahead(now: float) -> Any:
-        plan = schedule_ahead(now)
+    def noted_ahead() -> Any:
+        plan = schedule_ahead()
         if plan is not None:
             planned_ahead.add(plan.step_id)
         return plan

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.figures import Figure, median
 from benchmarks.load import agreement, prompts
@@ -38,6 +41,7 @@ WORKLOADS = (
     PeerWorkload("0.39 B bfloat16 x 16", "qwen2", "bfloat16", 16),
     PeerWorkload("512 x 8 bfloat16 first token", "llama", "bfloat16", 1, first_token=True),
     PeerWorkload("0.39 B bfloat16 first token", "qwen2", "bfloat16", 1, first_token=True),
+    PeerWorkload("0.16 B states float32 x 16", "qwen3.5", "float32", 16),
     *(
         PeerWorkload(f"{size} B {dtype} x {count}", f"qwen3-{size}b", dtype, count)
         for size in ("0.6", "1.7")
@@ -50,10 +54,11 @@ LEAST = MOST_FIRST_TOKEN = 1.0  # of the ratio to the better of the others
 
 @dataclass
 class PeerRuns:
-    """Seconds of each round and the tokens of the last, by engine."""
+    """Seconds of each round and the tokens of the last, by engine; cores that others used, or the host took, in each round."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    others: list[float] = field(default_factory=list)
 
 
 def engines(folder: Path) -> dict[str, Any]:
@@ -79,13 +84,23 @@ def run(folder: Path, work: PeerWorkload, inputs: list[list[int]], new_tokens: i
             peers[name].request(op="run", prompts=inputs, new_tokens=new_tokens)
         stack.enter_context(busy(num_busy))
         for _ in range(rounds):
+            began, before = time.perf_counter(), other_seconds(list(peers.values()))
             for name, peer in peers.items():
                 answer = peer.request(op="run", prompts=inputs, new_tokens=new_tokens)
                 if any(len(tokens) != new_tokens for tokens in answer["tokens"]):
                     raise RuntimeError(f"{name} gave {[len(t) for t in answer['tokens']]} tokens instead of {new_tokens} each")
                 runs.seconds.setdefault(name, []).append(answer["seconds"])
                 runs.tokens[name] = answer["tokens"]
+            runs.others.append((other_seconds(list(peers.values())) - before) / (time.perf_counter() - began))
     return runs
+
+
+def other_seconds(peers: list[PeerProcess]) -> float:
+    """CPU seconds since the start of the machine that were not the peers', with those that the host took ("steal")."""
+    cores = psutil.cpu_times()
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    used = (psutil.Process(peer.pid).cpu_times() for peer in peers)
+    return sum(getattr(cores, name, 0.0) for name in names) - sum(each.user + each.system for each in used)
 
 
 def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int) -> list[Figure]:
@@ -109,7 +124,7 @@ def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int) -> list[Figure]
         Figure(f"{work.name} same tokens as {name}", agreement(runs.tokens[OURS], runs.tokens[name]), "share", better="higher")
         for name in others
     ]
-    return [*speeds, ratio, *same]
+    return [*speeds, ratio, *same, median(f"{work.name} cores that others used", runs.others, "cores")]
 
 
 def compare(

@@ -1,9 +1,9 @@
-"""Converts a Llama, Qwen2 or Qwen3 model in transformers' format for llama.cpp. Runs in llama.cpp's environment.
+"""Converts a Llama, Qwen2, Qwen3 or Qwen3.5 model in transformers' format for llama.cpp. Runs in llama.cpp's environment.
 
     python -m benchmarks.peers.convert_llama_cpp MODEL TYPE...
 
-Writes MODEL/float32.gguf and MODEL/bfloat16.gguf, without a tokenizer: prompts are token ids. Vectors stay in float32. And
-MODEL/int8.gguf and MODEL/int4.gguf: Q8_0 and Q4_K_M, made by llama.cpp's own quantizer from the one in bfloat16.
+Writes MODEL/float32.gguf and MODEL/bfloat16.gguf, with a vocabulary in which each byte of a text is a token. Vectors stay in
+float32. And MODEL/int8.gguf and MODEL/int4.gguf: Q8_0 and Q4_K_M, made by llama.cpp's own quantizer from the one in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.k_norm": "attn_k_norm", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }  # fmt: skip
 QUANTIZED = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -48,8 +51,8 @@ def renamed(name: str) -> str:
     module, kind = name.rsplit(".", 1)
     if module in OUTSIDE:
         return f"{OUTSIDE[module]}.{kind}"
-    _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.{kind}"
+    _, _, layer, inner = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner] if inner in NAMES else NAMES[inner.rsplit('.', 1)[0]] + '.' + kind}"
 
 
 def interleaved(array: Any, heads: int) -> Any:
@@ -58,10 +61,37 @@ def interleaved(array: Any, heads: int) -> Any:
     return rows.swapaxes(1, 2).reshape(array.shape)
 
 
+def of_qwen3_5(name: str, array: Any) -> tuple[str, Any]:
+    """llama.cpp's name of a tensor of Qwen3.5 with as many heads of keys as of values, and what it computes with."""
+    if name.endswith(".A_log"):
+        array = -np.exp(array)
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        array = array + 1
+    return renamed(name).replace("ffn_norm", "post_attention_norm"), array.squeeze()
+
+
+def add_vocabulary(writer: Any, size: int) -> None:
+    """Tokens of single bytes behind three special ones, and others that no text has: nothing is put before a text."""
+    kinds = gguf.TokenType
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
+    rest = size - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*tokens, *(f"<unused {number}>" for number in range(rest))])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([int(kind) for kind in [*types, *[kinds.UNUSED] * rest]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+
+
 def write(folder: Path, dtype: str) -> None:
     """Write one file."""
     config = json.loads((folder / "config.json").read_text())
-    kind = config["model_type"]
+    kind = {"qwen3_5_text": "qwen35"}.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(folder / f"{dtype}.gguf"), kind)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_context_length(config["max_position_embeddings"])
@@ -75,16 +105,26 @@ def write(folder: Path, dtype: str) -> None:
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_dimension_count(int(head_size * config["rope_parameters"].get("partial_rotary_factor", 1)))
+    if kind == "qwen35":
+        heads_of_states, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        writer.add_rope_dimension_sections([11, 11, 10, 0])  # for images; a text has the same positions in all
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(size)
+        writer.add_ssm_group_count(heads_of_states)
+        writer.add_ssm_time_step_rank(heads_of_states)
+        writer.add_ssm_inner_size(heads_of_states * size)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    add_vocabulary(writer, config["vocab_size"])
     for name, array in tensors(folder / "model.safetensors"):
-        if kind == "llama" and ".q_proj." in name:
+        name, array = of_qwen3_5(name, array) if kind == "qwen35" else (renamed(name), array)
+        if kind == "llama" and ".attn_q." in name:
             array = interleaved(array, heads)
-        if kind == "llama" and ".k_proj." in name:
+        if kind == "llama" and ".attn_k." in name:
             array = interleaved(array, kv_heads)
         to = gguf.GGMLQuantizationType.BF16 if dtype == "bfloat16" and array.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(renamed(name), gguf.quants.quantize(np.ascontiguousarray(array), to), raw_dtype=to)
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), to), raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,7 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load import save_model, save_qwen2, save_qwen3
+from transformers import AutoTokenizer
+
+from benchmarks.load import save_model, save_qwen2, save_qwen3, save_qwen3_5
+from benchmarks.peers import swapping
 from benchmarks.peers.protocol import ROOT
 
 POSITIONS = 4096
@@ -31,7 +34,7 @@ PACKAGES = {
         ],
         ["--no-deps", "optimum==2.3.0", "optimum-intel==2.2.0"],
     ],
-    "llama_cpp": [["llama-cpp-python==0.3.36", "gguf==0.19.0"]],
+    "llama_cpp": [["llama-cpp-python[server]==0.3.36", "gguf==0.19.0"]],
 }  # fmt: skip
 
 
@@ -50,19 +53,27 @@ def make_environment(folder: Path, calls: list[list[str]]) -> None:
 # The types of weights that a model is served in; those of 8 and 4 bits are each engine's own forms.
 MODELS = {
     "llama": ("float32", "bfloat16"), "qwen2": ("float32", "bfloat16"), "qwen3-0.6b": ("int8", "int4"),
-    "qwen3-1.7b": ("int8", "int4"),
+    "qwen3-1.7b": ("int8", "int4"), "qwen3.5": ("float32",),
 }  # fmt: skip
+IN_TURN = {f"in-turn/{name}": ("bfloat16",) for name in swapping.MODELS}  # llama.cpp's alone
 
 
 def save_models(folder: Path, layers: int | None = None, hidden: int | None = None) -> None:
-    """The models in transformers' format; `layers` and `hidden` replace those of all."""
-    for save, name, width, depth in (
-        (save_model, "llama", 512, 8),
-        (save_qwen2, "qwen2", 1024, 24),
-        (save_qwen3, "qwen3-0.6b", 1024, 28),
-        (save_qwen3, "qwen3-1.7b", 2048, 28),
+    """The models in transformers' format that are not there; `layers` and `hidden` replace those of all."""
+    for save, name, width, depth, seed in (
+        (save_model, "llama", 512, 8, 0),
+        (save_qwen2, "qwen2", 1024, 24, 0),
+        (save_qwen3, "qwen3-0.6b", 1024, 28, 0),
+        (save_qwen3, "qwen3-1.7b", 2048, 28, 0),
+        (save_qwen3_5, "qwen3.5", 1024, 8, 0),
+        *((save_qwen2, name, 1024, 24, seed) for seed, name in enumerate(IN_TURN)),
     ):
-        save(folder / name, hidden or width, layers or depth, 0, POSITIONS)
+        if not (folder / name).exists():
+            part = (folder / name).with_suffix(".part")
+            save(part, hidden or width, layers or depth, seed, POSITIONS)
+            if name in IN_TURN:  # a server writes texts
+                AutoTokenizer.from_pretrained(str(ROOT / "engine" / "demo_model")).save_pretrained(part)
+            part.rename(folder / name)
 
 
 def write_engines(folder: Path, engines: dict[str, tuple[str, str]]) -> None:
@@ -76,14 +87,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR")
     folder = parser.parse_args(argv).dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "models" / "complete").exists():
-        save_models(folder / "models")
-        (folder / "models" / "complete").touch()
+    save_models(folder / "models")
     engines = {}
     for name, calls in PACKAGES.items():
         make_environment(folder / name, calls)
         python = str(folder / name / "bin" / "python")
-        for model, types in MODELS.items():
+        for model, types in (MODELS | (IN_TURN if name == "llama_cpp" else {})).items():
             command = [python, "-m", f"benchmarks.peers.convert_{name}", str(folder / "models" / model), *types]
             subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         engines[name] = python, f"benchmarks.peers.{name}_server"

@@ -19,7 +19,9 @@ class OpenvinoServer:
     """See `PeerEngine`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        kind = TYPES[request["dtype"]]
+        # Without instructions for bfloat16 it computes in float32, and refuses K and V of another type.
+        knows = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        kind = TYPES[request["dtype"]] if "BF16" in knows else "f32"
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = max(1, -(-request["kv_bytes"] // 2**30))  # GiB
         scheduler.max_num_seqs = request["max_seqs"]

@@ -53,6 +53,11 @@ class PeerProcess:
             [python, "-m", module], cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def request(self, **message: Any) -> dict[str, Any]:
         """Let the process run for one request. Raises ChildProcessError where it ends instead of answering."""
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -44,5 +44,5 @@ def open_group(
 
     store = f"/proc/self/fd/{store_fd}"
     if kind == "nccl":
-        return NcclGroup(rank, size, store, device)
+        return NcclGroup(rank, size, store)
     return GlooGroup(rank, size, store)

@@ -148,11 +148,10 @@ class NcclGroup:
 
     captures = True
 
-    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, store: str) -> None:
         self.rank = rank
         self.size = size
         self.name = "nccl"
-        self._device = device
         self._host = GlooGroup(rank, size, store)
         self._counts: dict[str, CollectiveCount] = {}
         options = dist.ProcessGroupNCCL.Options()

@@ -35,7 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cache.block_table import Int32
-from ...cache.disk_index import MOST_PLACES, DiskIndex, Records, record_type, seal
+from ...cache.digest_table import leading
+from ...cache.disk_index import MOST_PLACES, DiskIndex, Records, joined, record_type, seal
 from ...cache.layer_groups import LayerGroup
 from ...common.state_dir import user_dir
 from ...common.units import format_bytes
@@ -71,14 +72,15 @@ class FolderUnusable(OSError):
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """What blocks are of: all that their bytes depend on beside their tokens; their size in bytes and in tokens; and the groups
-    of layers other than the first.
+    """What blocks are of: all that their bytes depend on beside their tokens; their size in bytes and in tokens; the groups
+    of layers other than the first; and, if only units of these have bytes, how many blocks of tokens are known for a place.
     """
 
     identity: str
     block_bytes: int
     block_size: int
     groups: tuple[LayerGroup, ...] = ()
+    nodes_per_place: int = 0
 
 
 class DiskFiles:
@@ -95,8 +97,8 @@ class DiskFiles:
         block_bytes = kind.block_bytes
         self.folder, self.block_bytes = folder, block_bytes
         self._dtype = record_type(kind.block_size)
-        each = block_bytes + _INDEX_COPIES * self._dtype.itemsize
-        num_places = min(MOST_PLACES, (most_bytes - _HEADER_BYTES * 2) // each)
+        each = block_bytes + _INDEX_COPIES * self._dtype.itemsize * (1 + kind.nodes_per_place)
+        num_places = min(MOST_PLACES // (1 + kind.nodes_per_place), (most_bytes - _HEADER_BYTES * 2) // each)
         if num_places < 1:
             least = format_bytes(each + 2 * _HEADER_BYTES)
             raise ConfigError(f"disk_kv_memory: {most_bytes:,} bytes hold no block: the least that do are {least}")
@@ -117,7 +119,7 @@ class DiskFiles:
             }  # fmt: skip
             try:
                 key, records = self._open(header, num_places, secret)
-                self.index = DiskIndex(kind.block_size, num_places, key, kind.groups)
+                self.index = DiskIndex(kind.block_size, num_places, key, kind.groups, kind.nodes_per_place * num_places)
                 self.index.load(records, time.time())
                 self._drop_beyond(self.index.live_records())
                 self.tidy()
@@ -126,19 +128,21 @@ class DiskFiles:
             undo.pop_all()
 
     def write(self, records: Records, data: Bytes) -> Records:
-        """Write the blocks `data` [n, block_bytes] to the places of `records`, and then the records, which are returned with
-        their checks. Raises OSError, with no record written.
+        """Write the blocks `data` [n, block_bytes] to those places of `records` that are in files, and then the records, which
+        are returned with their checks. Raises OSError, with no record written.
         """
-        records = records.copy()
-        order = np.argsort(records["place"], kind="stable")
-        for first, last in _runs(records["place"][order], self._per_file):
-            number, at = divmod(int(records["place"][order[first]]), self._per_file)
-            rows = np.ascontiguousarray(data[order[first:last]])
-            _write_all(self._file(number), rows.data.cast("B"), at * self.block_bytes)
-        records["data_check"] = [_check(record, row) for record, row in zip(records, data, strict=True)]
-        self._settle({int(place) // self._per_file for place in records["place"]})
+        records, own = records.copy(), np.flatnonzero(self.index.have_bytes(records))
+        records["data_check"][own] = _checks(records[own], data)
+        places = records["place"][own]
+        if (np.diff(places.astype(np.int64)) < 0).any():
+            order = np.argsort(places, kind="stable")
+            places, data = places[order], data[order]
+        for first, last in _runs(places, self._per_file):
+            number, at = divmod(int(places[first]), self._per_file)
+            _write_all(self._file(number), np.ascontiguousarray(data[first:last]).data.cast("B"), at * self.block_bytes)
+        self._settle({int(place) // self._per_file for place in places})
         self._append(seal(records))
-        self._unsettled = np.concatenate((self.index.unsettled(self._unsettled), records))
+        self._unsettled = joined((self.index.unsettled(self._unsettled), records))
         return records
 
     def note(self, records: Records) -> None:
@@ -161,10 +165,8 @@ class DiskFiles:
             file, offset = self._file(number), at * self.block_bytes
             got = _read_all(file, out[first:last].data.cast("B"), offset)
             os.posix_fadvise(file, offset, got, os.POSIX_FADV_DONTNEED)
-            for i in range(first, min(last, first + got // self.block_bytes)):
-                if _check(records[i], out[i]) != records["data_check"][i]:
-                    break
-                num += 1
+            whole = slice(first, min(last, first + got // self.block_bytes))
+            num += leading(_checks(records[whole], out[whole]) == records["data_check"][whole])
             if num < last:
                 break
         goes_on(num)
@@ -172,13 +174,18 @@ class DiskFiles:
 
     def tidy(self) -> None:
         """Write the index anew if it is much longer than it need be. Raises OSError."""
-        if self._num_records > 2 * self.index.num_places:
+        if self._num_records > 2 * len(self.index.records):
             self._rewrite(self._kept())
 
     def rewrite(self) -> None:
-        """Write the index anew, and free what lies behind the last whole block. Raises OSError."""
+        """Write the index anew, and free what lies behind the last whole block. Raises OSError, with no record left."""
         records = self._kept()
-        self._rewrite(records)
+        try:
+            self._rewrite(records)
+        except OSError:  # those that are to go may not be found again
+            os.ftruncate(self._index_file, _HEADER_BYTES)
+            self._num_records = 0
+            raise
         self._drop_beyond(records)
 
     def close(self) -> None:
@@ -274,7 +281,7 @@ class DiskFiles:
 
     def _drop_beyond(self, records: Records) -> None:
         """Cut the files behind the last place of `records`: of an earlier, larger tier, or of blocks that are not known."""
-        end = int(records["place"].max()) + 1 if len(records) else 0
+        end = int((records["place"][self.index.have_bytes(records)] + 1).max(initial=0))
         with suppress(OSError):
             for path in (file for file in self.folder.glob("*.kv") if _OWN_NAME.fullmatch(file.name)):
                 most = (end - int(path.stem) * self._per_file) * self.block_bytes
@@ -378,9 +385,11 @@ def _header(raw: bytes) -> dict[str, Any]:
     return {}
 
 
-def _check(record: Any, row: Bytes) -> int:
-    """The checksum of a block's bytes, and of what they are."""
-    return zlib.crc32(row.data, zlib.crc32(record["digest"].tobytes() + record["table"].tobytes()))
+def _checks(records: Records, data: Bytes) -> npt.NDArray[np.uint32]:
+    """The checksums of the bytes of blocks `data` [n, block_bytes], and of what they are."""
+    tables = np.ascontiguousarray(records["table"])[:, None]
+    keys = np.hstack((np.ascontiguousarray(records["digest"]).view(np.uint8), tables.view(np.uint8)))
+    return np.array([zlib.crc32(row, zlib.crc32(key)) for row, key in zip(data, keys, strict=True)], np.uint32)
 
 
 def _runs(places: Int32, per_file: int) -> Iterator[tuple[int, int]]:

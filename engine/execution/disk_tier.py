@@ -19,18 +19,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
 
-from ...cache.disk_index import DiskIndex, Records
+from ...allocator.blocks import BlockIds
+from ...cache.block_table import Int32
+from ...cache.disk_index import DiskIndex, Records, joined
 from ...cache.manager import CacheManager
 from ...cache.prefix_hash import Chain
 from ...cache.retention import Retention
-from ...cache.storage import Storage
 from .disk_files import Bytes, DiskFiles
-from .transfers import Download
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait; less 
 _SEQUENCES = 4  # reads of so many of the greatest length
 _ROOM_SHARE = 8  # of what weights leave, this part is for reads at most
 LEAST_LIMIT_S = 0.25  # a read is not abandoned before
+SAVE_S = 0.25  # that what may be written waits for more, while requests run
 PAUSE_S = 60.0  # without writes, after one has failed
 _MOST_FRESH = 1024  # sequences with blocks to write
 _DAY_S = 86_400.0
@@ -123,8 +124,29 @@ class DiskRead:
         return not self._is_cut
 
 
+class BlocksOnTheirWay(Protocol):
+    """Copies of blocks that have begun."""
+
+    def wait(self) -> Bytes:
+        """The bytes [n, block_bytes]. Called in another thread. Raises what copying them raises."""
+        ...
+
+
+class BlockCopier(Protocol):
+    """What has the blocks in memory: a runner."""
+
+    @property
+    def put_s_per_byte(self) -> float:
+        """Seconds that a byte of a block takes from this process to its place."""
+        ...
+
+    def copy_blocks(self, blocks: Int32) -> BlocksOnTheirWay:
+        """Begin to copy `blocks`, between two steps."""
+        ...
+
+
 class DiskTier:
-    """The blocks in `files`, which come from `storage` and go there. Not thread-safe.
+    """The blocks in `files`, which come from `runner` and go there. Not thread-safe.
 
     `host_bytes` bound what is read ahead: see `planned_bytes`.
     """
@@ -132,12 +154,12 @@ class DiskTier:
     def __init__(
         self,
         files: DiskFiles,
-        storage: Storage,
+        runner: BlockCopier,
         host_bytes: int = MOST_READS_BYTES + 2 * MOST_WRITES_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._files = files
-        self._storage = storage
+        self._runner = runner
         unit_bytes = max([1, *(group.num_tables for group in files.index.groups)]) * files.block_bytes
         writes_bytes = max(MOST_WRITES_BYTES, unit_bytes)
         self._most_writes = writes_bytes // files.block_bytes  # blocks, and so are these:
@@ -148,7 +170,7 @@ class DiskTier:
         self._fresh: dict[int, tuple[Chain, int, Retention | None]] = {}  # by chain: blocks that may be written
         self._writes: deque[tuple[Future[Records], Records]] = deque()
         self._reads: WeakSet[DiskRead] = WeakSet()
-        self._paused_until = 0.0
+        self._paused_until = self._next_save = 0.0
         self._measured = 0.0, 0.0  # bytes read, in so many seconds: recent ones weigh most
         self._days: dict[int, int] = {}  # bytes written in each
         self.read_blocks = self.written_blocks = self.hits = self.failures = 0
@@ -174,7 +196,7 @@ class DiskTier:
         first, upto = num_found // size, most_tokens // size
         if upto <= first or not self.index.num_used:
             return None
-        own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
+        own = self.index.below(chain, upto * size)
         if len(self.index.find(own, upto)) <= first:
             return None
         none = (first, first), self.index.records[:0], 0.0
@@ -182,7 +204,8 @@ class DiskTier:
         if not len(places):
             return DiskRead(chain, *none, "reads for other requests take the memory for them")
         compute_s, (num_bytes, seconds) = (upto - first) * size / tokens_per_s, self._measured
-        if num_bytes and len(places) * self._files.block_bytes * seconds >= compute_s * num_bytes:
+        read_bytes = len(places) * self._files.block_bytes
+        if num_bytes and read_bytes * (seconds / num_bytes + self._runner.put_s_per_byte) >= compute_s:
             self._measured = num_bytes, seconds * _FORGET  # so that it is tried again some time
             return DiskRead(chain, *none, "computing takes less time")
         self.hits += 1
@@ -210,6 +233,8 @@ class DiskTier:
 
     def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
         """The first `num_blocks` blocks of `chain` are findable in memory now; `retention`: a hint for them."""
+        if not self._fresh:  # else some wait for room, or will have waited
+            self._next_save = self._clock() + SAVE_S
         _, known, hint = self._fresh.pop(id(chain), (chain, 0, None))
         if retention is not None:
             most = num_blocks * chain.hasher.block_size
@@ -225,20 +250,34 @@ class DiskTier:
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
-    def save(self, cache: CacheManager) -> None:
-        """Begin to write blocks that `cache` came to hold, between two steps."""
+    def save(self, cache: CacheManager, is_idle: bool) -> None:
+        """Begin to write blocks that `cache` came to hold, between two steps: those of some time together, unless the engine
+        `is_idle`.
+        """
         self._settle()
         now = self._clock()
+        if not is_idle and now < self._next_save:
+            return
         self.index.expire(time.time())
         if now < self._paused_until:
             self._fresh.clear()
-        while self._fresh and (room := self._most_writes - self._num_in_flight) > 0:
+        if not self._fresh:
+            return
+        room, taken, sources = self._most_writes - self._num_in_flight, [self.index.records[:0]], [np.empty(0, np.int32)]
+        while self._fresh and room > 0:
             key = next(iter(self._fresh))
-            num, are_left = self._save_one(cache, room, *self._fresh[key])
+            records, blocks, are_left = self._take(cache, room, *self._fresh[key])
+            taken.append(records)
+            sources.append(blocks)
+            room -= len(blocks)
             if not are_left:
                 del self._fresh[key]
-            elif not num:  # for a unit that waits for room
+            elif not len(records):  # for a unit that waits for room
                 break
+        records, at = joined(taken), cache.bytes_at(np.concatenate(sources))
+        if len(records):
+            copied = self._runner.copy_blocks(at) if len(at) else None  # else blocks without bytes alone
+            self._writes.append((self._writer.submit(partial(_write, self._files, records, copied)), records))
 
     def wait(self, seconds: float) -> None:
         """Wait until a write is done, at most so long."""
@@ -271,48 +310,44 @@ class DiskTier:
         self._writer.shutdown()
         self._reader.shutdown()
         self._files.close()
-        self.__dict__.pop("_storage", None)
+        self.__dict__.pop("_runner", None)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     @property
     def _num_in_flight(self) -> int:
-        return sum(len(records) for _, records in self._writes)
+        return sum(int(self.index.have_bytes(records).sum()) for _, records in self._writes)
 
     @property
     def _today(self) -> int:
         return int(time.time() // _DAY_S)
 
-    def _save_one(
+    def _take(
         self, cache: CacheManager, room: int, chain: Chain, num_blocks: int, retention: Retention | None
-    ) -> tuple[int, bool]:
-        """Begin to write up to `room` blocks of `chain`, with units. Returns how many, and whether some are left."""
-        size = chain.hasher.block_size
-        own = self.index.chain(chain.tokens[: num_blocks * size].copy(), chain.salt)
+    ) -> tuple[Records, BlockIds, bool]:
+        """Give places to blocks of `chain`, with units, up to `room` of those with bytes. Returns their records, the blocks of
+        memory with these bytes, and whether some are left.
+        """
+        own = self.index.below(chain, num_blocks * chain.hasher.block_size)
         blocks, units = cache.worth_keeping(chain, num_blocks)
-        known = self.index.num_known(own, num_blocks)
-        upto = min(len(blocks), known + room)
-        records = self.index.take(own, upto) if upto > known else self.index.records[:0]
+        records = self.index.take(own, len(blocks), room)
+        first = int(records["depth"][0]) if len(records) else len(blocks)
         if retention is not None:
             noted = self.index.retain(own, num_blocks, retention, time.time())
             if len(noted):
                 self._writer.submit(_note, self._files, noted)
             records = self.index.records[records["place"]]
-        are_left = known + len(records) == upto < len(blocks)
-        taken, sources = [records], [blocks[known : known + len(records)]]
+        are_left = len(records) == room < len(blocks) - first
+        taken, sources = [records], [blocks[first : first + len(records) * self.index.blocks_have_bytes]]
         for number, (depths, of_group) in enumerate(units):
             lacking = self.index.lack_units(own, number, depths)
             depths, of_group = depths[lacking], of_group[:, lacking]
-            fitting = (room - sum(map(len, taken))) // len(of_group)
-            are_left |= fitting < len(depths)
+            fitting = (room - sum(map(len, sources))) // len(of_group)
             records, num = self.index.take_units(own, number, depths[:fitting])
+            are_left |= num == fitting < len(depths)  # else there are no places for them
             taken.append(records)
             sources.append(of_group[:, :num].ravel())
-        records = np.concatenate(taken)
-        if len(records):
-            copied = Download(self._storage.bytes_of(cache.bytes_at(np.concatenate(sources))))
-            self._writes.append((self._writer.submit(partial(_write, self._files, records, copied)), records))
-        return len(records), are_left
+        return joined(taken), np.concatenate(sources), are_left
 
     def _settle(self) -> None:
         """Account for the writes that are over."""
@@ -321,8 +356,9 @@ class DiskTier:
             error = future.exception()
             if error is None:
                 self.index.written(future.result())
-                self.written_blocks += len(records)
-                num_bytes = len(records) * self._files.block_bytes
+                num_blocks = int(self.index.have_bytes(records).sum())
+                self.written_blocks += num_blocks
+                num_bytes = num_blocks * self._files.block_bytes
                 self._days = {self._today: self._days.get(self._today, 0) + num_bytes}
                 continue
             self.index.forget(records)
@@ -339,8 +375,8 @@ def _note(files: DiskFiles, records: Records) -> None:
         files.note(records)
 
 
-def _write(files: DiskFiles, records: Records, copied: Download) -> Records:
-    data = copied.wait()
+def _write(files: DiskFiles, records: Records, copied: BlocksOnTheirWay | None) -> Records:
+    data = np.empty((0, files.block_bytes), np.uint8) if copied is None else copied.wait()
     written = files.write(records, data)
     files.tidy()
     return written

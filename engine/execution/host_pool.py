@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...allocator.cuda_driver import CudaBindings, CudaDevice
 from ...allocator.errors import DriverError, DriverUnavailable, OutOfDeviceMemory
 from ...allocator.host_arena import HostArena
 from ...allocator.host_extents import HostExtents
-from ...cache.block_table import Int32
+from ...cache.block_table import Index, Int32
 from ...cache.geometry import Geometry
 from ...cache.storage import Storage
 from ...common.on_error import OnError
@@ -151,6 +152,18 @@ class HostPool:
     def give_back(self, num_bytes: int) -> None:
         """Free up to `num_bytes`, at least one extent, the highest slots first. They must be unused, and all copies done."""
         self._extents.give_back(num_bytes)
+
+    def drain(self, slots: Int32) -> Iterator[tuple[Index, npt.NDArray[np.uint8]]]:
+        """Places in `slots`, and the bytes [n, payload_bytes] there, extent by extent. Each is freed once it was read, and all
+        memory at the end, so that the bytes and the pool together take no more than the pool did. All copies must be done.
+        """
+        extents = slots // self._blocks_per_extent
+        for extent in sorted(set(extents.tolist()), reverse=True):
+            places = np.flatnonzero(extents == extent)
+            yield places, self.storage.read(slots[places])
+            num_read = sum(one >= extent for one in self._extents.mapped)
+            self.give_back(num_read * self.storage.geometry.extent_bytes)
+        self.give_back(self.mapped_bytes)
 
     def close(self) -> None:
         """Free the memory. All copies must be done. Idempotent."""

@@ -12,8 +12,7 @@ import torch
 
 from ...allocator.arena import Arena
 from ...allocator.errors import BlockMisuse
-from ...cache.block_table import BlockBytes, BlockCopies, Index, Int32
-from ...cache.block_table import joined as joined_copies
+from ...cache.block_table import BlockBytes, BlockCopies, Index, Int32, joined
 from ...cache.host_tier import Swaps
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
@@ -131,14 +130,16 @@ class MemoryExecutor:
         if swaps is not None and swaps.num_before:
             self._swap(swaps, slice(swaps.num_before), moves)
             moves.swaps[-1].fence()
-        back, copies = None if swaps is None else swaps.back, plan.copies
-        if plan.reads and back is not None:
-            self._copy(back, moves)  # what is read may go where its bytes were
+        back, held = None if swaps is None else swaps.back, None
+        if plan.reads and back is not None:  # reads and copies may go where these bytes are, or read where they go
+            held = self._hold(back, moves)
             back = None
         for read in plan.reads:
-            self._put(read, copies, moves)
-        if (together := joined_copies([one for one in (back, copies) if one is not None])) is not None:
+            self._put(read, plan.copies, moves)
+        if (together := joined([one for one in (back, plan.copies) if one is not None])) is not None:
             self._copy(together, moves)
+        if held is not None:
+            self._put(held, None, moves)
         if arena is not None and len(resize.unmap):
             self._wait_for_device()  # the copies read from these extents
             moves.refused = _refusal(arena.unmap, resize.unmap) or moves.refused
@@ -154,13 +155,24 @@ class MemoryExecutor:
         begin = partial(self.host.begin, self.storage, blocks, slots, in_slots, in_blocks)
         moves.swaps.append(Swap(begin, slots, in_blocks))
 
+    def _hold(self, copies: BlockCopies, moves: MemoryOperations) -> BlockBytes | None:
+        """The bytes of the sources, for the targets; None if they cannot be read."""
+        try:
+            return BlockBytes(copies.targets, self.storage.read(copies.sources))
+        except BlockMisuse:
+            raise
+        except Exception:
+            log.exception("%d blocks could not be copied", len(copies.sources))
+            moves.failed_blocks.append(copies.targets)
+            return None
+
     def _put(self, read: BlockBytes, copies: BlockCopies | None, moves: MemoryOperations) -> None:
         try:
             self.storage.put(read.blocks, read.data)
         except BlockMisuse:
             raise
         except Exception:
-            log.exception("%d blocks from disk could not be used", len(read.blocks))
+            log.exception("%d blocks could not be written", len(read.blocks))
             moves.failed_blocks.append(read.blocks)
             if copies is not None:
                 moves.failed_blocks.append(copies.targets[np.isin(copies.sources, read.blocks)])
@@ -184,7 +196,7 @@ class MemoryExecutor:
             torch.cuda.current_stream(self.storage.device).synchronize()
 
 
-def joined(ids: Sequence[Int32]) -> Int32:
+def concatenated(ids: Sequence[Int32]) -> Int32:
     """All of `ids` in one array."""
     return np.concatenate([NO_TOKENS, *ids]) if ids else NO_TOKENS
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...cache.block_table import Index, Int32
-from ...scheduler.plan import Admission, Plan
+from ...scheduler.plan import Plan
+from ...scheduler.request import Request
 from ..errors import Attempt, format_error
 from ..sampling.follower import TokenFollower
 from ..sampling.logprobs import LogprobRequests
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 
 MOST_LOSSES = 4
 """How often a fault may leave a sequence's states unknown, before the sequence gets further, until its request ends."""
+
+
+# Of rows: failures, deferrals, and lost states; of requests, losses.
+RowFaults = tuple[dict[int, str], dict[int, int], set[int], dict[str, tuple[int, int]]]
 
 
 class RowStates:
@@ -33,7 +38,7 @@ class RowStates:
         self.logprob_requests = LogprobRequests(num_rows)
         self.tokens: Int32 = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory
         self.has_candidates = np.zeros(num_rows, np.bool_)  # rows that return candidates to the scheduler (beam search)
-        self._admitted: dict[int, Admission] = {}  # by row: its latest admission
+        self._admitted: dict[int, Request] = {}  # by row: as it was admitted last
         self._unreleased: set[int] = set()  # released rows for which sampling state remains
         self._failures: dict[int, str] = {}  # by row: why its chunks cannot be computed
         self._deferred: dict[int, int] = {}  # by row: start of its deferred chunk, not computed since
@@ -47,27 +52,31 @@ class RowStates:
         return bool(self._failures or self._deferred or self._lost)
 
     @property
-    def faults(self) -> tuple[dict[int, str], dict[int, int]]:
-        """What makes the rows `faulty`: failures and deferrals by row."""
-        return self._failures, self._deferred
+    def faults(self) -> RowFaults:
+        """What makes the rows `faulty`, and losses by request."""
+        return self._failures, self._deferred, self._lost, self._losses
 
-    def adopt(self, known: Sequence[tuple[dict[int, str], dict[int, int]]]) -> None:
+    def adopt(self, known: Sequence[RowFaults]) -> None:
         """Take the `faults` of all shards: a chunk that one of them cannot compute, none does."""
-        for failures, deferred in known:
+        for failures, deferred, lost, losses in known:
             for row, message in failures.items():
                 self._failures.setdefault(row, message)
             self._deferred.update(deferred)
+            self._lost |= lost
+            for request_id, one in losses.items():
+                self._losses[request_id] = max(one, self._losses.get(request_id, one))
 
     def apply(self, plan: Plan) -> None:
         """Apply the plan's changes: released and admitted rows, and given tokens."""
         if len(plan.released):
             self._release(plan.released)
-        for new in plan.admitted:
-            self.tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self.has_candidates[new.row] = new.sampling.num_candidates > 0
-            self._forget([new.row])
-            self._admitted[new.row] = new
-            self._start_sampling(new.row, len(new.token_ids))
+        for row, new in plan.admitted.items():
+            token_ids = new.token_ids
+            self.tokens[row, : len(token_ids)] = token_ids
+            self.has_candidates[row] = new.sampling.num_candidates > 0
+            self._forget([row])
+            self._admitted[row] = new
+            self._start_sampling(row, len(token_ids))
         if (given := plan.given) is not None:
             self.tokens[given.rows, given.positions] = given.tokens
             with Attempt() as attempt:
@@ -126,6 +135,10 @@ class RowStates:
         """Those of `rows` with layers' states that are unknown."""
         return rows[np.isin(rows, list(self._lost))]
 
+    def is_unsound(self, row: int) -> bool:
+        """Whether chunks of `row` cannot be computed: it failed, or has lost its states."""
+        return row in self._failures or row in self._lost
+
     def computable(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
         """`part` without failed or deferred chunks. Chunks of failed rows fail now; those of rows that lost their states, and
         those after a deferred chunk of their row, are deferred.
@@ -183,8 +196,9 @@ class RowStates:
             with Attempt() as attempt:
                 if row in self._unreleased:
                     self._release_sampling(np.array([row]))
-                self.logprob_requests.admit(row, new.sampling, new.num_prompt)
-                self.sampler.admit(row, new.sampling, self.tokens[row, :known], new.num_prompt)
+                num_prompt = len(new.prompt_token_ids)
+                self.logprob_requests.admit(row, new.sampling, num_prompt)
+                self.sampler.admit(row, new.sampling, self.tokens[row, :known], num_prompt)
             if attempt.error is None:
                 return
             log.error("request %s: its sampling could not be started", new.request_id, exc_info=attempt.error)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import torch
 
 from ...cache.block_table import Index, Int32
 from ...common.heartbeat import COMPILING_S, STILL_S, Progress
-from ...scheduler.plan import NO_LOGPROBS, NO_ROWS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
+from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..attention.decoder_layers import fused_layers
 from ..attention.states import ModelStates
@@ -38,7 +38,7 @@ from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .graphs import DecodeGraphs, Record
 from .host_pool import Swapped
 from .lockstep import Lockstep, ShardsDiverged
-from .memory_operations import MemoryExecutor, MemoryOperations, joined
+from .memory_operations import MemoryExecutor, MemoryOperations, concatenated
 from .parts import ChunkGroup, Computed, PendingTokens
 from .row_states import RowStates
 from .step_bound import StepBound
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RECORDING = -2  # in place of a step's number
+_DRAINED_BLOCKS = 64  # at a time
 _UPLOAD_BYTES = 64  # per token of the largest step: about eight numbers
 
 
@@ -117,9 +118,9 @@ class PendingStep:
             moves.mapped,
             moves.unmapped,
             moves.refused,
-            lost_slots=joined([swap.lost_slots for swap in swaps]),
-            failed_slots=joined(moves.failed_slots),
-            failed_blocks=joined([*moves.failed_blocks, computed.lost_blocks]),
+            lost_slots=concatenated([swap.lost_slots for swap in swaps]),
+            failed_slots=concatenated(moves.failed_slots),
+            failed_blocks=concatenated([*moves.failed_blocks, computed.lost_blocks]),
             deferred=np.array(deferred, np.int64),
             swapped=sum(swap.num_timed for swap in swaps),
             swap_s=sum(swap.seconds for swap in swaps),
@@ -212,13 +213,28 @@ class ModelRunner:
         assert isinstance(sampler, Sampler), "only the first shard of a model samples"
         return sampler
 
-    def read(self, places: Int32) -> npt.NDArray[np.uint8]:
-        """The bytes [n, payload_bytes] of blocks, or, below 0, of these slots of the host tier. Between two steps."""
+    def drain(self, places: Int32) -> npt.NDArray[np.uint8]:
+        """The bytes [n, payload_bytes] of blocks, or, below 0, of these slots of the host tier, which is empty then and without
+        memory: no step may follow.
+        """
         assert self.host is not None
         data = np.empty((len(places), self.storage.geometry.payload_bytes), np.uint8)
-        data[places > 0] = self.storage.read(places[places > 0])
-        data[places < 0] = self.host.storage.read(-places[places < 0])
+        on_host, on_device = np.flatnonzero(places < 0), np.flatnonzero(places > 0)
+        for found, part in self.host.drain(-places[on_host]):
+            data[on_host[found]] = part
+        for some in np.array_split(on_device, -(-len(on_device) // _DRAINED_BLOCKS) or 1):
+            data[some] = self.storage.read(places[some])
         return data
+
+    def copy_blocks(self, blocks: Int32) -> Download:
+        """Begin to copy the bytes [n, payload_bytes] of `blocks`, between two steps."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return Download(self.storage.bytes_of(blocks))
+
+    @property
+    def put_s_per_byte(self) -> float:
+        """Seconds that a byte takes to where a plan puts it: none, as it is in this process."""
+        return 0.0
 
     @property
     def lost(self) -> None:
@@ -296,7 +312,7 @@ class ModelRunner:
         """The outputs of the plan's chunks."""
         if self._states is None:
             return self._outputs(plan)
-        self._states.forget(np.array([*plan.released.tolist(), *(new.row for new in plan.admitted)], np.int64))
+        self._states.forget(np.array([*plan.released.tolist(), *plan.admitted], np.int64))
         computed = self._outputs(plan)
         done = np.ones(len(plan.rows), np.bool_)
         done[[*computed.deferred, *computed.failures]] = False
@@ -351,10 +367,9 @@ class ModelRunner:
         """
         total = Computed(np.zeros(len(plan.rows), np.int32))
         self._update_tables(plan)
-        known = self._lockstep.agree(plan.step_id, self._row_states.faults)
         if not self._lockstep.is_alone:
-            self._row_states.adopt(known)
-            parts = [ChunkGroup.of(plan)]
+            self._adopt_faults(plan)
+            parts = self._row_states.apart(ChunkGroup.of(plan))
         parts.reverse()
         while parts:
             part = self._row_states.computable(plan, parts.pop(), total)
@@ -364,10 +379,12 @@ class ModelRunner:
             if (error := self._compute_part(plan, part, total)) is not None:
                 self._rows.newest.copy_(newest)  # the repetition may need these inputs
                 self._recover(part)
-                lost = self._lose_states(plan, error)
+                self._lose_states(plan, error)
+                if self._states is not None and not self._lockstep.is_alone:
+                    self._adopt_faults(plan)
                 if halves := part.halves():
                     parts += reversed(halves)
-                elif part.rows[0] in lost:
+                elif self._row_states.is_unsound(int(part.rows[0])):
                     parts.append(part)
                 else:
                     self._row_states.defer_or_fail(plan, int(part.chunks[0]), error, total)
@@ -400,14 +417,15 @@ class ModelRunner:
         for update in plan.tables:
             self._row_states.fail(update.rows, failure)
 
-    def _lose_states(self, plan: Plan, error: BaseException | None) -> Index:
-        """The rows of `plan` with states that `error` left unknown: their sequences are computed again."""
-        if self._states is None or error is None:
-            return NO_ROWS
-        if len(lost := self._states.take_lost()):
+    def _adopt_faults(self, plan: Plan) -> None:
+        """Let all shards know the same faults of rows."""
+        self._row_states.adopt(self._lockstep.agree(plan.step_id, self._row_states.faults))
+
+    def _lose_states(self, plan: Plan, error: BaseException | None) -> None:
+        """Let the sequences be computed again with states that `error` left unknown."""
+        if self._states is not None and error is not None and len(lost := self._states.take_lost()):
             log.error("step %d raised while states of %d sequences changed; computing these again", plan.step_id, len(lost))
             self._row_states.lose(plan, lost, format_error(error))
-        return lost
 
     def _recover(self, part: ChunkGroup) -> None:
         """Prepare for computing `part` again: free memory, and undo what sampling has advanced."""

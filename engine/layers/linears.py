@@ -404,7 +404,8 @@ def is_native(model: nn.Module) -> bool:
     if native.instructions() is None:
         return False
     looked_up = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-    sizes = [(one.is_meta, one.numel()) for one in model.parameters() if id(one) not in looked_up]
+    with torch._C.DisableTorchFunctionSubclass():  # placeholders look at every call
+        sizes = [(one.is_meta, one.numel()) for one in model.parameters() if id(one) not in looked_up]
     return sum(size for packed, size in sizes if packed) >= _NATIVE_SHARE * sum(size for _, size in sizes)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,12 +125,17 @@ class Checkpoint:
         """The tensors of the weight files by name, as the headers have them. Raises CheckpointError."""
         return GgufTensors(read_gguf(self.spec.path)) if self.weights.gguf else TensorFiles(self.weights.paths)
 
+    @property
+    def files(self) -> list[Path]:
+        """What the model is made of: the configuration, the weight files, and own code."""
+        code = sorted(self.spec.path.glob("*.py")) if self.has_own_code else []
+        return list(dict.fromkeys([self.spec.config_file, *self.weights.paths, *code]))
+
     def stamps(self) -> tuple[object, ...]:
-        """What changes if the configuration or a weight file is written or replaced. Raises OSError."""
+        """What changes if one of `files` is written or replaced. Raises OSError."""
         if self.spec.loaded is not None:
             return ()
-        paths = dict.fromkeys([self.spec.config_file, *self.weights.paths])
-        return tuple((path, one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.stat()))
+        return tuple((path, one.st_ino, one.st_size, one.st_mtime_ns) for path in self.files if (one := path.stat()))
 
     def of_text(self) -> Checkpoint:
         """This checkpoint without the parts that text does not need. Raises CheckpointError if it has no such model."""

@@ -7,7 +7,7 @@
                 output head: some of the columns                                columns are gathered
 
 Query heads are divided, and the heads of K and V with them; where there are fewer of these than shards, several shards have the
-same one. What the plan leaves whole, such as latent attention, every shard has and computes.
+same one. What the plan leaves whole, such as latent attention, every shard has and computes; so it does layers with states.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Division:
         kv_heads: By layer, the heads of K and V on each shard.
         kv_groups: Query heads of each head of K and V on a shard, by attention module, where they are others than in the whole
             model.
-        whole_attention: Layers with attention that every shard computes.
+        whole_layers: Layers with attention, or with states, that every shard computes.
         parameters: (elements, bytes of an element, whether of floating point) of each parameter, by name.
         unit: Inputs of cut layers begin at multiples of this where that is possible: of groups of quantized weights.
         stored: By name of a tensor in the files, the parameter that it becomes, where that has another name.
@@ -122,7 +122,7 @@ class Division:
     head: str | None
     kv_heads: tuple[int, ...]
     kv_groups: Mapping[str, int]
-    whole_attention: tuple[int, ...]
+    whole_layers: tuple[int, ...]
     parameters: Mapping[str, tuple[int, int, bool]]
     unit: int
     stored: Mapping[str, str]
@@ -211,10 +211,10 @@ class Division:
 
     def describe(self) -> str:
         """What is not divided, as a clause; empty if that is only little vectors."""
-        if not self.whole_attention:
+        if not self.whole_layers:
             return ""
-        number = len(self.whole_attention)
-        return f"transformers' plan leaves the attention of {number} layers whole: every shard holds and computes all of it"
+        number = len(self.whole_layers)
+        return f"attention or states of {number} layers are not divided: every shard holds and computes all of them"
 
 
 def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -296,8 +296,8 @@ class _Divider:
     # ---- attention
 
     def attentions(self) -> tuple[int, ...]:
-        """Cut the projections of attention by heads. Returns the layers that stay whole."""
-        whole = []
+        """Cut the projections of attention by heads. Returns the layers that stay whole, those with states among them."""
+        whole = [index for index, layer in enumerate(self.layers) if layer.states]
         for name, module in self.modules.items():
             index = getattr(module, "layer_idx", None)
             if not isinstance(index, int) or not 0 <= index < len(self.layers) or not self.layers[index].num_kv_heads:

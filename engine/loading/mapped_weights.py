@@ -84,16 +84,6 @@ class MappedWeights:
             _replace(there[span])
         return cls([there[span] for span in spans], tensors, own)
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes that are in memory, of this process or of the page cache."""
-        pages = 0
-        for one in self.extents:
-            state = (ctypes.c_ubyte * (one.num_bytes // mmap.PAGESIZE))()
-            if LIBC.mincore(ctypes.c_void_p(one.begin), ctypes.c_size_t(one.num_bytes), state) == 0:
-                pages += sum(bytes(state).translate(_LOWEST_BIT))
-        return pages * mmap.PAGESIZE
-
     def drop(self, level: Level) -> None:
         """Give the memory back: on level 1 to the page cache, as what the system takes first; on level 2 to the system.
 
@@ -291,7 +281,6 @@ def _madvise(begin: int, num_bytes: int, advice: int) -> int:
     return ctypes.get_errno() if refused else 0
 
 
-_LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 _MMAP = LIBC.mmap
 _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -34,7 +34,7 @@ import torch
 import transformers
 
 from ...common.checked_file import open_checked, read_checked
-from ...common.state_dir import user_dir
+from ...common.state_dir import keep_json, user_dir
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
@@ -107,8 +107,8 @@ class QuantizedCache:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
     def digests(self, checkpoint: Checkpoint) -> list[str]:
-        """SHA-256 of the configuration and of the weight files, which are read where they have changed. Raises OSError."""
-        return [self._digest(path) for path in dict.fromkeys([checkpoint.spec.config_file, *checkpoint.weights.paths])]
+        """SHA-256 of the checkpoint's files, which are read where they have changed. Raises OSError."""
+        return [self._digest(path) for path in checkpoint.files]
 
     def read(self, key: str) -> dict[str, PackedWeight] | None:
         """The weights by their layers' names, or None without a whole file."""
@@ -242,19 +242,10 @@ class QuantizedCache:
 
     def _remember(self, digests: dict[str, str]) -> None:
         """Keep the newest `digests`. If two processes do so at once, one of them reads a file again later."""
-        newest = dict(list(digests.items())[-_MOST_DIGESTS:])
-        half = None
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, half = tempfile.mkstemp(prefix="digests", suffix=".tmp", dir=self.folder)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(newest, file)
-            os.replace(half, self.folder / "digests.json")
+            keep_json(self.folder / "digests.json", dict(list(digests.items())[-_MOST_DIGESTS:]))
         except OSError as error:
             log.debug("digests of checkpoints are not kept: %s", error)
-            if half is not None:
-                with suppress(OSError):
-                    os.unlink(half)
 
 
 def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview]]:

@@ -111,6 +111,18 @@ def quantized_bytes(
     return total
 
 
+def quantized_shapes(checkpoint: Checkpoint) -> tuple[list[tuple[int, int]], int]:
+    """(outputs, inputs) of each linear layer that would be quantized, but the output head; and the parameters of a head with
+    weights of its own.
+    """
+    model: Any = meta_model(checkpoint)
+    kept = {model.get_output_embeddings(), *(latent_projections(model) if checkpoint.caches_latents else ())}
+    layers = [module for module in model.modules() if quantizable(module) and module not in kept]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    own = 0 if head is None or head.weight is embedding.weight else head.weight.numel()
+    return [(layer.out_features, layer.in_features) for layer in layers], own
+
+
 def _plain_parameters(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are not quantized, each once, with a name. Those of modules in `kept` are not."""
     found: dict[int, tuple[str, nn.Parameter]] = {}

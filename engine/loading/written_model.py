@@ -1,4 +1,4 @@
-"""A decoder as its `config.json` alone describes it: sizes of weights, and the fields that KV and activations depend on.
+"""A decoder without its weights: their sizes, and the fields that KV and activations depend on, by `config.json` alone.
 
 transformers builds the same parameters; it takes seconds to load, and this takes milliseconds. A family is known if FAMILIES
 has it: what its configurations leave out is then as in transformers' classes. Others are refused, not guessed. Of a multimodal
@@ -183,17 +183,19 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenModel:
-    """A model of a known family, by its configuration. `config` is the text decoder's, completed."""
+    """A model by its configuration: one of a known family (`read`), or one that transformers made of it without memory."""
 
     spec: Any  # a ModelSpec: its module imports this one
-    config: Any
+    text_config: Any  # the language model's, completed
     dtype: str  # float32, bfloat16 or float16
     context_length: int | None
     caches_latents: bool
     stored_as: str | None  # the quantization of stored weights, if they are quantized
     stored: tuple[WeightForm, int] | None  # as `stored_form` says
     linears: Mapping[tuple[int, int], int]  # (outputs, inputs) of linear layers that can be quantized: how many of them
-    num_others: int  # all other parameters, without an output head of its own
+    head: int  # parameters of an output head with weights of its own
+    num_others: int  # all other parameters
+    found: tuple[FoundLayer, ...] = ()  # as for `layer_shapes`
 
     @classmethod
     def read(cls, spec: Any, file: Path) -> WrittenModel:
@@ -214,42 +216,25 @@ class WrittenModel:
         weights = _Weights(config, family)
         own_code = spec.trust_remote_code and "AutoModelForCausalLM" in (written.get("auto_map") or {})
         quantized = written.get("quantization_config") or getattr(config, "quantization_config", None)
+        dtype = _dtype(written, vars(config), unnamed="bfloat16" if quantized else "float32")
         return cls(
             spec=spec,
-            config=config,
-            dtype=_dtype(written, vars(config), unnamed="bfloat16" if quantized else "float32"),
+            text_config=config,
+            dtype=dtype,
             context_length=context_length(config, _rope(config, family), file),
             caches_latents=not own_code and (not quantized or dict(quantized).get("quant_method") in READ_METHODS),
             stored_as=None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form"),
             stored=stored_form(dict(quantized)) if quantized else None,
             linears=weights.linears,
+            head=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
             num_others=weights.others,
+            found=_found(config, dtype),
         )
-
-    @property
-    def text_config(self) -> Any:
-        """The language model's configuration."""
-        return self.config
-
-    @property
-    def found(self) -> tuple[FoundLayer, ...]:
-        """Of a model with states what its layers hand to the cache; else (), since the configuration tells the layers."""
-        config = self.config
-        if "linear_attention" not in (config.layer_types or ()):
-            return ()
-        heads, key_dim, value_dim, width = _delta_sizes(config)
-        state = FoundLayer((
-            StateShape("conv", 0, (width, config.linear_conv_kernel_dim), self.dtype),
-            StateShape("recurrent", 0, (heads, key_dim, value_dim), "float32"),
-        ))  # fmt: skip
-        plain = FoundLayer(kv=(config.num_key_value_heads, config.head_dim, config.head_dim))
-        return tuple(state if kind == "linear_attention" else plain for kind in config.layer_types)
 
     @property
     def num_parameters(self) -> int:
         """All parameters; tied weights count once."""
-        head = 0 if self.config.tie_word_embeddings else self.config.vocab_size * self.config.hidden_size
-        return sum(n * k * count for (n, k), count in self.linears.items()) + self.num_others + head
+        return sum(n * k * count for (n, k), count in self.linears.items()) + self.num_others + self.head
 
     def kept_linears(self) -> Iterator[tuple[WeightForm, int, int]]:
         """(form, elements, bytes) of the linear layers, those of a shape together, that CUDA keeps as they are stored."""
@@ -266,7 +251,21 @@ class WrittenModel:
         The output head is quantized beside a tied embedding, in 8 bits.
         """
         linears = sum(weight_bytes(n, k, quantization) * count for (n, k), count in self.linears.items())
-        return linears + self.num_others * itemsize + weight_bytes(self.config.vocab_size, self.config.hidden_size, "int8")
+        head = weight_bytes(self.text_config.vocab_size, self.text_config.hidden_size, "int8")
+        return linears + self.num_others * itemsize + head
+
+
+def _found(config: Any, dtype: str) -> tuple[FoundLayer, ...]:
+    """Of a model with states what its layers hand to the cache; else (), since the configuration tells the layers."""
+    if "linear_attention" not in (config.layer_types or ()):
+        return ()
+    heads, key_dim, value_dim, width = _delta_sizes(config)
+    state = FoundLayer((
+        StateShape("conv", 0, (width, config.linear_conv_kernel_dim), dtype),
+        StateShape("recurrent", 0, (heads, key_dim, value_dim), "float32"),
+    ))  # fmt: skip
+    plain = FoundLayer(kv=(config.num_key_value_heads, config.head_dim, config.head_dim))
+    return tuple(state if kind == "linear_attention" else plain for kind in config.layer_types)
 
 
 def _delta_sizes(config: Any) -> tuple[int, int, int, int]:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from ... import native
-from ...common.state_dir import user_dir
+from ...common.state_dir import keep_json, user_dir
 from ...common.units import format_bytes
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from ..loading.checkpoint import Checkpoint
@@ -60,14 +59,8 @@ def rates_file(environ: Mapping[str, str] = os.environ) -> Path:
 def record(rates: Mapping[str, float], file: Path | None = None) -> None:
     """Keep measured bytes per second of products by the form of their weights. Where that cannot be, only the log says so."""
     file = file or rates_file()
-    content = _machine() | {"at": time.strftime("%Y-%m-%d"), "bytes_per_s": dict(rates)}
     try:
-        if not file.is_absolute():
-            raise OSError("there is no home directory")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, suffix=".tmp", delete=False) as half:
-            json.dump(content, half)
-        os.replace(half.name, file)
+        keep_json(file, _machine() | {"at": time.strftime("%Y-%m-%d"), "bytes_per_s": dict(rates)})
     except OSError as error:
         log.info("rates of products are not kept in %s: %s", file, error)
 

@@ -23,26 +23,38 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ...allocator.arena import Arena
 from ...allocator.errors import DriverError, GrantExceeded
+from ...allocator.lease import Lease
 from ...allocator.lease_record import HeldBounds
+from ...allocator.leased_arena import LeasedArena
+from ...allocator.sharded_lease import ShardedLease
 from ...common.units import GIB, format_bytes
 from .base_memory import BaseMemory
 from .decision import ASK_EXPIRES_S, LOOK_S, DecisionState, MemoryView, PoolAction, decide, needs_step, wants_turn
-from .engine_lease import EngineLease, HostMemory
 from .lease_reporter import LeaseReporter, MemoryStats
 from .pool_use import SchedulerPoolUse
 from .step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
-# Unmapped in a step while requests run, if no blocks have to move; takes milliseconds
-UNMAP_SLICE_BYTES = GIB
+REST_SLICE_BYTES = GIB  # of the host tier's memory, given back at a time
 # Margin of forecasts (without a lease: 2): a leased pool can still grow, and the margins of all engines of a device add up
 SHARED_DEVIATIONS = 1.0
-READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
+READY_LIMIT_BYTES = GIB  # held but not mapped: freed in the background
+
+
+class HostMemory(Protocol):
+    """The memory of a host tier: see `HostPool`."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Host memory allocated now."""
+
+    def give_back(self, num_bytes: int) -> None:
+        """Free up to `num_bytes`, which must be unused."""
 
 
 class EngineMemory:
@@ -63,7 +75,7 @@ class EngineMemory:
         arena: Arena,
         base: BaseMemory,
         *,
-        lease: EngineLease | None,
+        lease: Lease | ShardedLease | None,
         host: HostMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +99,7 @@ class EngineMemory:
         self._reporter.measure_and_report(now)
 
     @property
-    def lease(self) -> EngineLease | None:
+    def lease(self) -> Lease | ShardedLease | None:
         """The engine's lease; None without a broker."""
         return self._reporter.lease
 
@@ -178,11 +190,13 @@ class EngineMemory:
         if action.rest_host:
             assert self._host is not None
             scheduler.cache.swapping.rest()  # drops the tier's contents, like cached prefixes on the device
-            self._host.give_back(UNMAP_SLICE_BYTES)
+            self._host.give_back(REST_SLICE_BYTES)
         if action.make_idle:
             scheduler.pool.make_idle(action.make_idle)
+        if isinstance(self._arena, LeasedArena):
+            self._arena.answers_at_bytes = None
         if action.give_back:
-            scheduler.pool.give_back(action.give_back if action.at_once else self._unmap_slice(action.give_back))
+            self._give_back(action.give_back, at_once=action.at_once)
         if action.grow:
             scheduler.pool.grow(action.grow)
         if action.prepare is not None:
@@ -197,8 +211,19 @@ class EngineMemory:
         elif action.withdraw_ask:
             self._withdraw_ask()
 
+    def _give_back(self, num_extents: int, *, at_once: bool) -> None:
+        """Give back `num_extents` with the next plan, or a slice of them. A recall for which that is all is answered there."""
+        arena, lease, pool = self._arena, self.lease, self._pool.scheduler.pool
+        recalled = lease is not None and lease.recall is not None and isinstance(arena, LeasedArena)
+        if recalled:
+            self._reporter.report()  # what is unneeded now: the answer comes before the step's report
+        given = pool.give_back(num_extents if at_once else self._unmap_slice(num_extents))
+        if recalled and given >= num_extents:
+            assert lease is not None and isinstance(arena, LeasedArena)
+            arena.answers_at_bytes = lease.held_bytes - given * arena.extent_bytes
+
     def _unmap_slice(self, num_extents: int) -> int:
-        """Of `num_extents`, those to give back in the next step: as many as require about a slice of block moves.
+        """Of `num_extents`, those to give back in the next step: a slice, with about a slice of block moves.
 
         Extents are indivisible, so up to half a slice more may move: slices that are never filled would take many more steps.
         """
@@ -206,7 +231,7 @@ class EngineMemory:
         if self._timer.alone or not scheduler.num_running:
             return num_extents
         cache = scheduler.cache
-        plan = cache.resizer.plan_shrink(max(1, UNMAP_SLICE_BYTES // extent_bytes))
+        plan = cache.resizer.plan_shrink(max(1, self._timer.unmapping.num_bytes // extent_bytes))
         most = max(1, 3 * self._timer.copying.num_bytes * cache.pool.blocks_per_extent // (2 * extent_bytes))
         if len(plan.moves) <= most:
             return min(num_extents, max(1, len(plan.extents)))

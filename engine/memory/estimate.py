@@ -6,30 +6,20 @@ By the arithmetic of `memory_plan`, as for a CUDA device that is here. What is a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ...cache.geometry import ITEM_BYTES, FoundLayer, Geometry
+from ...cache.geometry import ITEM_BYTES, Geometry
 from ...common.units import GIB, MIB, format_bytes, parse_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelNotFound, NotEnoughMemory
-from ..layers import Quantization, WeightForm
 from ..loading.gguf.file import is_gguf
 from ..loading.models import IN_CACHE, fetch_command
 from ..loading.weight_files import find_weights, stored_bytes, stored_twice
 from ..loading.written_model import WrittenModel
-from .memory_plan import (
-    Described,
-    MemoryPlan,
-    check_context,
-    cuda_reserve_bytes,
-    geometry_of,
-    group_lines,
-    model_length,
-    plan_pool,
-)
+from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, group_lines, model_length, plan_pool
 
 CONTEXT_BYTES = 512 * MIB  # of a device: CUDA's context and modules, before anything is allocated
 TABLE_GIB = (8, 12, 16, 24, 48, 80)
@@ -83,7 +73,7 @@ def _plain(name: str) -> str:
 class Estimate:
     """What a model takes of any CUDA device, and plans for some sizes of devices."""
 
-    model: EstimatedModel
+    model: WrittenModel
     dtype: str
     source: str  # of the number of parameters
     notes: tuple[str, ...]
@@ -148,6 +138,7 @@ class Estimate:
                     f"{forms['float32']} in float32; on a CPU {forms['int8']} in int8, {forms['int4']} in int4",
                 ),
                 ("working reserve", format_bytes(self.reserve_bytes)),
+                ("to sleep", f"{format_bytes(self.weights_bytes)} of host memory, in a server"),
                 ("KV per token", f"{self.geometry.kv_bytes_per_token:,} bytes in {self.geometry.dtype}"),
                 *group_lines(self.geometry),
                 (f"a sequence of {self.context:,}", format_bytes(self.sequence_bytes)),
@@ -172,32 +163,6 @@ class Estimate:
             yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
-class EstimatedModel(Described, Protocol):
-    """A model that can be counted: a `WrittenModel`, or one that transformers makes without memory."""
-
-    @property
-    def dtype(self) -> str:
-        """The type of the weights."""
-
-    @property
-    def stored_as(self) -> str | None:
-        """The quantization of stored weights, if they are quantized."""
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters; tied weights count once."""
-
-    @property
-    def found(self) -> tuple[FoundLayer, ...]:
-        """As for `layer_shapes`."""
-
-    def kept_linears(self) -> Iterable[tuple[WeightForm, int, int]]:
-        """(form, elements, bytes) of stored quantized layers that a CUDA device keeps as they are, as far as this is known."""
-
-    def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
-        """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""
-
-
 def estimate(
     config: EngineConfig,
     file: Path,
@@ -205,7 +170,7 @@ def estimate(
     device: str = "cuda",
     memory_bytes: int | None = None,
     context: int | None = None,
-    model: EstimatedModel | None = None,
+    model: WrittenModel | None = None,
 ) -> Estimate:
     """The estimate for the model of a configuration file, whether its weights are here or not.
 
@@ -248,7 +213,7 @@ def estimate(
         return plan_pool(
             config, model, geometry, device=name, dtype=dtype, free_bytes=free_bytes, total_bytes=free_bytes,
             weights_bytes=weights_bytes, reserve_bytes=reserve_bytes, context=context, packed_bytes=packed,
-            stored_as=model.stored_as if packed else None,
+            stored_as=model.stored_as if packed else None, host_copy_bytes=weights_bytes * config.sleeps,
         )  # fmt: skip
 
     table: dict[int, MemoryPlan | None] = {}
@@ -262,7 +227,7 @@ def estimate(
     return Estimate(model, dtype, source, notes, weights_bytes, reserve_bytes, geometry, counted, plan, table)
 
 
-def _counted(model: EstimatedModel, dtype: str, file: Path, packed: Mapping[str, int]) -> tuple[str, tuple[str, ...], int]:
+def _counted(model: WrittenModel, dtype: str, file: Path, packed: Mapping[str, int]) -> tuple[str, tuple[str, ...], int]:
     """(source, notes, bytes of the weights in `dtype`): by the headers of weight files if these have what is counted alone.
 
     `packed`: bytes of what stays as it is stored, by form.

@@ -7,16 +7,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...allocator.arena import Arena
 from ...allocator.broker_client import BrokerClient
 from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ...allocator.lease import Lease
+from ...allocator.sharded_lease import ShardedLease
 from ...cache.geometry import PAGE_BYTES
 from ...common.host_memory import free_host_bytes
 from ...common.on_error import OnError
@@ -32,6 +37,7 @@ from ..process.memory_usage import process_bytes
 from .memory_plan import MemoryPlan
 
 log = logging.getLogger(__name__)
+AnyLease = TypeVar("AnyLease", Lease, ShardedLease)
 _names: set[str] = set()  # of this process's engines that have leases
 _naming = threading.Lock()
 
@@ -58,7 +64,20 @@ class LeaseHolder:
         self.host: HostPool | None = None
         self.uncounted: Callable[[], int] = int
         self._weights_bytes = weights_bytes
+        self._is_of_suspended = False
         self._all.append(self)
+
+    @classmethod
+    def count(cls, store: npt.NDArray[np.uint8]) -> None:
+        """Count bytes of suspended requests, in host memory, as no engine's, for as long as they are referred to."""
+        holder = cls(torch.device("cpu"), store.nbytes)
+        holder._is_of_suspended = True
+        weakref.finalize(store, holder.close)
+
+    @classmethod
+    def suspended_bytes(cls) -> int:
+        """Bytes that are counted so."""
+        return sum(one._weights_bytes for one in cls._all if one._is_of_suspended)
 
     @property
     def base_bytes(self) -> int:
@@ -85,12 +104,17 @@ class LeaseHolder:
 
 
 @dataclass(slots=True, eq=False)
-class Sharing:
-    """An engine's registration with the monitor and the broker of its device."""
+class Sharing(Generic[AnyLease]):
+    """An engine's registration with the monitor and the brokers of its devices."""
 
     watched: Watch
-    lease: Lease
+    lease: AnyLease
     name: str
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The one lease, or those of the shards by rank."""
+        return (self.lease,) if isinstance(self.lease, Lease) else self.lease.leases
 
     def close(self) -> None:
         """Close the lease and the watch. All memory must be unmapped. Idempotent."""
@@ -102,7 +126,7 @@ class Sharing:
 
 def acquire_lease(
     config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder, asleep_bytes: int | None = None
-) -> Sharing | None:
+) -> Sharing[Lease] | None:
     """Acquire a lease with the plan's minimum granted. None without `config.share` or without a broker (logged).
 
     `asleep_bytes`: Of a model that wakes up in this process, the weights that do so: all else of it is held already.
@@ -123,7 +147,39 @@ def acquire_lease(
     return _shared(config, plan.model, acquired, (base + plan.min_kv_bytes, plan.free_bytes, what))
 
 
-def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharing | None:
+def acquire_leases(
+    config: EngineConfig, plan: MemoryPlan, devices: Sequence[str], held_bytes: Sequence[int], driver_bytes: Callable[[], int]
+) -> Sharing[ShardedLease] | None:
+    """Acquire a lease for each shard with the plan's minimum granted: all, or none. None and raises as `acquire_lease`.
+
+    They are acquired in the order of the devices' uuids, so that two engines do not wait for each other.
+
+    Args:
+        held_bytes: By shard, what its process holds on the device before it has loaded anything.
+        driver_bytes: What the driver's own process holds on the host.
+    """
+    extra = driver_bytes if torch.device(devices[0]).type == "cpu" else int
+    working = max(plan.reserve_bytes, plan.loading_bytes) + HEAP_BYTES + LIBRARIES_BYTES
+    base = plan.weights_bytes + plan.primitives_bytes + working
+
+    def acquired(watched: Watch, name: str) -> ShardedLease:
+        infos = [device_info(watched, torch.device(device)) for device in devices]
+        leases: dict[int, Lease] = {}
+        with ExitStack() as undo:
+            for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
+                held = held_bytes[rank] + (0 if rank else extra())
+                own = [lease.name for lease in leases.values()]
+                leases[rank] = acquire(config, plan, watched, infos[rank], held + base, held, f"{name}.{rank}", own)
+                undo.callback(leases[rank].close)
+            together = ShardedLease([leases[rank] for rank in range(len(devices))], plan.geometry.extent_bytes, extra)
+            undo.pop_all()
+        return together
+
+    what = f"a shard of {plan.model} ({format_bytes(plan.min_kv_bytes)} of it KV), of {len(devices)} on {plan.device}"
+    return _shared(config, plan.model, acquired, (base + plan.min_kv_bytes, plan.free_bytes, what))
+
+
+def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharing[Lease] | None:
     """Acquire a lease of `size` bytes of host memory for the copy of weights on a CUDA device; they count as held from now on.
 
     None and raises as `acquire_lease`.
@@ -145,8 +201,8 @@ def lease_host_copy(config: EngineConfig, plan: MemoryPlan, size: int) -> Sharin
 
 
 def _shared(
-    config: EngineConfig, model: str, acquired: Callable[[Watch, str], Lease], asked: tuple[int, int, str]
-) -> Sharing | None:
+    config: EngineConfig, model: str, acquired: Callable[[Watch, str], AnyLease], asked: tuple[int, int, str]
+) -> Sharing[AnyLease] | None:
     """The lease that `acquired` makes under a name of `model`; `asked` is how many bytes, of how many that are free, and for
     what.
 
@@ -159,13 +215,14 @@ def _shared(
     except (MonitorError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None
-    name, sharing = take_name(model), None
+    name = take_name(model)
+    sharing: Sharing[AnyLease] | None = None
     try:
         with OnError(watched.close):
             sharing = Sharing(watched, acquired(watched, name), name)
             return sharing
     except LeaseRefused as error:
-        raise NotEnoughMemory(*asked, f"the broker of the device says: {error}") from error
+        raise NotEnoughMemory(*asked, f"the broker says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...allocator.arena import Arena
+from ...allocator.lease import Lease
 from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...allocator.lease_record import HeldBounds
+from ...allocator.sharded_lease import ShardedLease
 from ...common.units import format_bytes
 from .base_memory import BaseMemory
 from .decision import ASK_EXPIRES_S, LeaseSnapshot
-from .engine_lease import EngineLease
 from .pool_use import SchedulerPoolUse
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class LeaseReporter:
 
     def __init__(
         self,
-        lease: EngineLease | None,
+        lease: Lease | ShardedLease | None,
         base: BaseMemory,
         arena: Arena,
         pool: SchedulerPoolUse,
@@ -71,7 +72,7 @@ class LeaseReporter:
         self._stats = stats
         self._clock = clock
         self._measure_at = self._free_at = -math.inf  # earliest times of the next measurement and forecast
-        self._reported_unneeded = (0, 0)  # extents free, and kept
+        self._reported_use = ((0, 0), 0, True)
         self._reported_held = arena.held
         self._recall: _RecallStart | None = None  # of the running recall, or of several consecutive ones
 
@@ -150,7 +151,7 @@ class LeaseReporter:
             self.report()
         elif self.lease is not None and (now >= self._free_at or not self._pool.scheduler.num_running):
             self._free_at = now + _FREE_S
-            if self._pool.unneeded_extents != self._reported_unneeded:
+            if self._use() != self._reported_use:
                 self.report()
 
     def report_changes(self, held: HeldBounds) -> None:
@@ -170,15 +171,20 @@ class LeaseReporter:
         held_kv = self._reported_held = self._arena.held
         if self.lease is None:
             return
-        self._reported_unneeded = self._pool.unneeded_extents
-        free_bytes, kept_bytes = (extents * self._arena.extent_bytes for extents in self._reported_unneeded)
+        unneeded, num_waiting, reused = self._reported_use = self._use()
+        free_bytes, kept_bytes = (extents * self._arena.extent_bytes for extents in unneeded)
         weights = min(self.base.weights_bytes, self.base.num_bytes)
         held = {"weights": weights, "other": self.base.num_bytes - weights, "kv": held_kv.upper_bytes}
-        self.lease.report(held, free_bytes, kept_bytes, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
+        moving_bytes = held_kv.upper_bytes - held_kv.lower_bytes
+        self.lease.report(held, free_bytes, kept_bytes, moving_bytes=moving_bytes, num_waiting=num_waiting, reused=reused)
         if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
             # An ask takes the last one's place: what requests need stays in it.
             needed = self.base.num_bytes + self._pool.wanted_extents * self._arena.extent_bytes
             self.lease.ask(max(total, needed), expires_s=ASK_EXPIRES_S, waiting_s=self._pool.waiting_s)
+
+    def _use(self) -> tuple[tuple[int, int], int, bool]:
+        """What a report says of the pool: extents free and kept, requests that wait, and whether prefixes are reused."""
+        return self._pool.unneeded_extents, self._pool.scheduler.num_waiting, self._pool.is_reused
 
     def _is_untidy_at_rest(self) -> bool:
         """Whether there is no work, and the heap has grown enough to be tidied."""
@@ -195,6 +201,8 @@ class LeaseReporter:
             return
         held, granted, recall, most = lease.held_bytes, lease.granted_bytes, lease.recall, lease.max_bytes
         least = max(held, lease.min_bytes)  # a grant does not fall below
+        if recall is None and lease.connected:
+            self._end_recall("served")  # the arena has answered it
         if recall is not None:
             if held <= recall.target_bytes or (recall.spares_requests and over_recall <= 0):
                 if held > recall.target_bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, FoundLayer, Geometry, GeometryError, LayerShape
@@ -20,9 +20,11 @@ from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graph_sizes import sizes_for
 from ..layers import Quantization
 from ..loading.model_config import check_length, experts_per_token, layer_configs
-from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, ModelSpec
+from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype
 
 if TYPE_CHECKING:
+    from ..loading.checkpoint import Checkpoint
+    from ..loading.written_model import WrittenModel
     from .decode_rate import DecodeRate
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
@@ -34,30 +36,6 @@ _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
 _GOOD_CHUNK = 256  # tokens of a prompt in a step
 _SCALED: dict[KvCacheDtype, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}  # types of elements; "auto": the model's
-
-
-class Described(Protocol):
-    """What a plan reads of a model: a `Checkpoint`, or a `WrittenModel`."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Where the model is, and its name."""
-
-    @property
-    def config(self) -> Any:
-        """The configuration."""
-
-    @property
-    def text_config(self) -> Any:
-        """The language model's configuration."""
-
-    @property
-    def context_length(self) -> int | None:
-        """The most tokens of a sequence, or None without a limit."""
-
-    @property
-    def caches_latents(self) -> bool:
-        """Whether latent attention is served from cached latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +65,7 @@ class MemoryPlan:
     decode: DecodeRate | None = None  # on a CPU whose rates were measured
     disk_buffer_bytes: int = 0  # of host memory: blocks on their way to disk and back; on a CPU a part of the reserve
     answers_bytes: int = 0  # of host memory: what a server may hold of outputs that are not delivered
+    host_kv_bytes: int = 0  # of host memory: the host tier, with what suspended requests keep
     host_copy_bytes: int = 0  # of host memory: a copy of weights on CUDA, from which a sleeping model wakes up
 
     @property
@@ -162,7 +141,7 @@ class MemoryPlan:
             "packed_bytes", "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks",
             "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
             "left_bytes", "num_shards", "replicated_bytes", "disk_buffer_bytes", "answers_bytes", "state_bytes",
-            "host_copy_bytes",
+            "host_kv_bytes", "host_copy_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "decode_estimate": None if self.decode is None else asdict(self.decode),
@@ -203,12 +182,13 @@ class MemoryPlan:
             *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
+            *([("host tier", f"{format_bytes(self.host_kv_bytes)} of host memory")] * bool(self.host_kv_bytes)),
             *([("disk tier", f"{format_bytes(self.disk_buffer_bytes)} of host memory")] * bool(self.disk_buffer_bytes)),
             *(
                 [("answers", f"at most {format_bytes(self.answers_bytes)} of host memory, in a server")]
                 * bool(self.answers_bytes)
             ),
-            *([("to sleep", f"{format_bytes(self.host_copy_bytes)} of host memory")] * bool(self.host_copy_bytes)),
+            *([("to sleep", f"{format_bytes(self.host_copy_bytes)} of host memory, in a server")] * bool(self.host_copy_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
             ("KV per token", f"{self.kv_bytes_per_token:,} bytes in {self.kv_cache_dtype}"),
@@ -253,7 +233,7 @@ def _bytes_per_token(geometry: Geometry, group: LayerGroup) -> int:
 
 def plan_pool(
     config: EngineConfig,
-    model: Described,
+    model: Checkpoint | WrittenModel,
     base: Geometry,
     *,
     device: str,
@@ -306,6 +286,7 @@ def plan_pool(
         max_model_len=length,
         context=context or length,
         quantization=config.quantization,
+        host_kv_bytes=config.host_kv_memory,
         **more,
     )
     _refuse_bad_pool(plan, asked, remedy)
@@ -317,7 +298,7 @@ def is_cpu(device: str) -> bool:
     return device.partition(":")[0] == "cpu"
 
 
-def check_context(config: EngineConfig, model: Described, context: int | None) -> None:
+def check_context(config: EngineConfig, model: Checkpoint | WrittenModel, context: int | None) -> None:
     """Raise ConfigError unless sequences of `context` tokens are none too long for the engine; None is the longest."""
     length = model_length(config, model)
     if context is not None and not 1 <= context <= length:
@@ -338,7 +319,7 @@ def _most_bytes(asked: KvMemory, room_bytes: int) -> int:
     return min(asked.max_bytes, max(room_bytes, asked.min_bytes or 0))
 
 
-def model_length(config: EngineConfig, model: Described) -> int:
+def model_length(config: EngineConfig, model: Checkpoint | WrittenModel) -> int:
     """Maximum tokens of a sequence: `max_model_len`, else the model's context, else DEFAULT_CONTEXT.
 
     Raises ConfigError if `max_model_len` exceeds the model's positions.
@@ -423,13 +404,13 @@ def _values_per_token(layer: Any) -> int:
     return int(4 * hidden + 3 * intermediate + attention)
 
 
-def cuda_reserve_bytes(config: EngineConfig, model: Described, geometry: Geometry, dtype: str) -> int:
+def cuda_reserve_bytes(config: EngineConfig, model: Checkpoint | WrittenModel, geometry: Geometry, dtype: str) -> int:
     """Memory of a CUDA device for a step: that of `step_bytes`, the kernels' buffers and captured steps."""
     reserve = step_bytes(config, model, geometry, dtype, on_cpu=False) + buffer_bytes(config.attention)
     return reserve + (graph_bytes(model.text_config, config.max_seqs, dtype) if config.cuda_graphs else 0)
 
 
-def step_bytes(config: EngineConfig, model: Described, geometry: Geometry, dtype: str, *, on_cpu: bool) -> int:
+def step_bytes(config: EngineConfig, model: Checkpoint | WrittenModel, geometry: Geometry, dtype: str, *, on_cpu: bool) -> int:
     """Memory for the tensors of a step: activations, logits, K and V that latent attention expands or other is given."""
     reserve = working_reserve_bytes(model.text_config, config.max_step_tokens, config.max_seqs, dtype, on_cpu=on_cpu)
     if config.max_step_tokens >= EXPANDED_FROM and has_latents(geometry):
@@ -470,12 +451,12 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: str) -> int:
 
 
 def geometry_of(
-    config: EngineConfig, model: Described, dtype: str, *, on_cpu: bool, found: Sequence[FoundLayer] = ()
+    config: EngineConfig, model: Checkpoint | WrittenModel, dtype: str, *, on_cpu: bool, found: Sequence[FoundLayer] = ()
 ) -> Geometry:
     """The layout of blocks of the model. `found` as for `layer_shapes`. Raises UnsupportedModel."""
     try:
         return Geometry.from_config(
-            model.config,
+            model.text_config,
             block_size=config.tokens_per_block(),
             dtype=_SCALED.get(config.kv_cache_dtype, dtype),
             granule_bytes=PAGE_BYTES if on_cpu else CUDA_GRANULE_BYTES,

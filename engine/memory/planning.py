@@ -7,21 +7,20 @@ querying the free memory creates the process's context).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from ... import native
-from ...cache.geometry import FoundLayer, Geometry
+from ...cache.geometry import Geometry
 from ...common import answer_memory
 from ..config import EngineConfig
 from ..errors import UnsupportedModel
 from ..execution.disk_tier import planned_bytes
-from ..layers import Quantization, WeightForm
 from ..layers.linears import scratch_bytes
 from ..layers.onednn import by_head_primitive_bytes, primitive_bytes
 from ..layers.packing import held_twice_bytes
@@ -32,8 +31,9 @@ from ..loading.meta_models import found_layers, outlined
 from ..loading.model_config import linear_shapes
 from ..loading.models import ModelSpec
 from ..loading.packed_model import loading_bytes
-from ..loading.quantized_model import quantized_bytes
+from ..loading.quantized_model import quantized_shapes
 from ..loading.stored_model import stored_sizes
+from ..loading.written_model import WrittenModel
 from .decode_rate import decode_rate
 from .memory_plan import (
     MemoryPlan,
@@ -78,7 +78,7 @@ def plan_memory(
     base = model_geometry(config, checkpoint, device, dtype, division)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
     room = there - weights - primitives
-    disk_buffer = _disk_buffer_bytes(config, checkpoint, base, device, room, free)
+    disk_buffer = _disk_buffer_bytes(config, checkpoint, base, device, room, free, division)
     stored = stored_sizes(checkpoint, device, dtype, division) if checkpoint.stored else None
     return plan_pool(
         config,
@@ -168,13 +168,17 @@ def _disk_buffer_bytes(
     device: torch.device,
     room_bytes: int,
     free: Callable[[torch.device], int],
+    division: Division | None,
 ) -> int:
-    """Host memory for the disk tier, if there is one. `room_bytes` are what weights leave on `device`."""
+    """Host memory for the disk tier, if there is one; of one shard, which holds every state whole. `room_bytes` are what
+    weights leave on `device`.
+    """
     if not config.disk_kv_memory:
         return 0
     host_bytes = room_bytes if device.type == "cpu" else free(torch.device("cpu"))
     sequence_bytes = geometry.kv_bytes_per_token * model_length(config, checkpoint) + geometry.state_bytes
     unit_bytes = geometry.payload_bytes * max(group.num_tables for group in geometry.groups)
+    unit_bytes *= 1 if division is None else division.size
     return planned_bytes(sequence_bytes, host_bytes, unit_bytes)
 
 
@@ -198,78 +202,41 @@ def model_geometry(
     """The layout of blocks of the model, or of one of its shards. Raises UnsupportedModel."""
     found = found_layers(checkpoint, dtype)
     whole = geometry_of(config, checkpoint, _name(dtype), on_cpu=device.type == "cpu", found=found)
-    if division is not None and found:
+    if division is not None and whole.gathers:
         raise UnsupportedModel(
-            f"{checkpoint.spec.name} cannot be divided over shards: every shard would need all states, or all K and V, of its "
-            "layers; serve it on one device"
+            f"{checkpoint.spec.name} cannot be divided over shards: its attention is code of its own, and every shard would "
+            "need all K and V of its layers; serve it on one device"
         )
     return whole if division is None else division.geometry(whole)
 
 
-@dataclass(frozen=True, slots=True)
-class OutlinedModel:
-    """What an estimate reads of a model that transformers makes of a configuration, without memory."""
+def outlined_model(spec: ModelSpec, file: Path) -> WrittenModel:
+    """The model of a configuration file of any name, by the one that transformers makes of it, without memory. Weights that are
+    stored quantized count as plain ones.
 
-    checkpoint: Checkpoint
-    found: tuple[FoundLayer, ...]
-
-    @classmethod
-    def read(cls, spec: ModelSpec, file: Path) -> OutlinedModel:
-        """The model of a configuration file of any name. Raises what `outlined` and `found_layers` raise."""
-        with TemporaryDirectory() as folder:
-            if file != spec.config_file:
-                shutil.copy(file, Path(folder, "config.json"))
-                spec = replace(spec, path=Path(folder))
-            checkpoint = outlined(spec)
-            return cls(checkpoint, found_layers(checkpoint, getattr(torch, checkpoint.dtype)))
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Where the model is, and its name."""
-        return self.checkpoint.spec
-
-    @property
-    def config(self) -> Any:
-        """The configuration."""
-        return self.checkpoint.config
-
-    @property
-    def text_config(self) -> Any:
-        """The language model's configuration."""
-        return self.checkpoint.text_config
-
-    @property
-    def context_length(self) -> int | None:
-        """The most tokens of a sequence, or None without a limit."""
-        return self.checkpoint.context_length
-
-    @property
-    def caches_latents(self) -> bool:
-        """Whether latent attention is served from cached latents."""
-        return self.checkpoint.caches_latents
-
-    @property
-    def dtype(self) -> str:
-        """The type of the weights."""
-        return self.checkpoint.dtype
-
-    @property
-    def stored_as(self) -> str | None:
-        """The quantization of stored weights, if they are quantized."""
-        if self.checkpoint.stored_as is not None:
-            return self.checkpoint.stored_as
-        quantized = getattr(self.config, "quantization_config", None)
-        return None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form")
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters; tied weights count once."""
-        return self.checkpoint.weights_bytes(torch.float32) // torch.float32.itemsize
-
-    def kept_linears(self) -> Iterable[tuple[WeightForm, int, int]]:
-        """None: all stored quantized weights are counted as plain ones."""
-        return ()
-
-    def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
-        """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""
-        return quantized_bytes(self.checkpoint, quantization, torch.float32 if itemsize == 4 else torch.bfloat16)
+    Raises what `outlined` and `found_layers` raise.
+    """
+    with TemporaryDirectory() as folder:
+        if file != spec.config_file:
+            shutil.copy(file, Path(folder, "config.json"))
+            spec = replace(spec, path=Path(folder))
+        checkpoint = outlined(spec)
+        found = found_layers(checkpoint, getattr(torch, checkpoint.dtype))
+        shapes, head = quantized_shapes(checkpoint)
+    quantized = getattr(checkpoint.config, "quantization_config", None)
+    text, num_parameters = checkpoint.text_config, checkpoint.weights_bytes(torch.float32) // torch.float32.itemsize
+    linears = Counter(shapes)
+    return WrittenModel(
+        spec=spec,
+        text_config=text,
+        dtype=checkpoint.dtype,
+        context_length=checkpoint.context_length,
+        caches_latents=checkpoint.caches_latents,
+        stored_as=checkpoint.stored_as
+        or (str(dict(quantized).get("quant_method") or "a quantized form") if quantized else None),
+        stored=None,
+        linears=linears,
+        head=head,
+        num_others=num_parameters - head - sum(n * k * count for (n, k), count in linears.items()),
+        found=found,
+    )

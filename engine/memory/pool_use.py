@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...scheduler.scheduler import Scheduler
 from .decision import PoolBounds
 
-WORTH_KEEPING = 0.5  # from this share of prompts' tokens found on, cached prefixes do not count as free memory
+WORTH_KEEPING = 0.5  # from this share of prompts' tokens found on, cached prefixes stay beside requests of other engines
 _LOOKUPS = 16  # prompts by which that share is measured
 
 
@@ -90,11 +90,16 @@ class SchedulerPoolUse:
     def unneeded_extents(self) -> tuple[int, int]:
         """Extents that could be given back now and no running request is forecast to need: (free, kept for cached prefixes).
 
-        Blocks in use may have to move out of them first.
+        Blocks in use may have to move out of them first. Prefixes of which prompts find nothing count as free.
         """
         unneeded = max(0, min(self.num_extents - max(self.bounds.min_extents, self.running_extents), self.idle_extents))
-        kept = min(unneeded, self.cached_extents) if self.reuse_share >= WORTH_KEEPING else 0
+        kept = min(unneeded, self.cached_extents) if self.reuse_share else 0
         return unneeded - kept, kept
+
+    @property
+    def is_reused(self) -> bool:
+        """Whether prompts find enough of their tokens for cached prefixes to stay beside requests of other engines."""
+        return self.reuse_share >= WORTH_KEEPING
 
     @property
     def reuse_share(self) -> float:

@@ -6,16 +6,18 @@ import math
 import statistics
 from collections import deque
 
-from ...common.units import MIB
+from ...common.units import GIB, MIB
 from ...scheduler.outcome import Stats
 
-# Initial slice to map, or to move, in a step while requests run; `Slice` adapts it
+# Initial slices while requests run, which `Slice` adapts: to map, or to move, in a step, and to unmap, where no blocks have to
+# move
 SLICE_BYTES = 16 * MIB
+UNMAP_SLICE_BYTES = 4 * GIB
 _ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
 
 
 class Slice:
-    """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
+    """Bytes that one step may copy, map or unmap while requests run: as many as take as long as a step without them.
 
     The size is learned from steps that had at least half a slice to do, and from the time that they took besides computing:
     a burst of prompts makes steps long too.
@@ -23,8 +25,8 @@ class Slice:
 
     SHARE = 1.0  # of the time of a plain step
 
-    def __init__(self, least_bytes: int) -> None:
-        self.num_bytes = SLICE_BYTES
+    def __init__(self, least_bytes: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self._least_bytes = least_bytes
 
     def record(self, num_bytes: int, work_s: float, plain_s: float) -> None:
@@ -45,8 +47,9 @@ class StepTimer:
     """
 
     def __init__(self, extent_bytes: int, block_bytes: int, now: float) -> None:
-        self.mapping = Slice(extent_bytes)
-        self.copying = Slice(block_bytes)
+        self.mapping = Slice(extent_bytes, SLICE_BYTES)
+        self.unmapping = Slice(extent_bytes, UNMAP_SLICE_BYTES)
+        self.copying = Slice(block_bytes, SLICE_BYTES)
         self.alone = True  # no steps ran recently before the one that is being prepared
         self.used_at = now  # the last time that a request was here
         self._block_bytes = block_bytes
@@ -90,3 +93,5 @@ class StepTimer:
             self.copying.record(moved_bytes, other_s - plain_other_s, plain_s)
         elif plain_s > 0 and mapped_bytes > 0:
             self.mapping.record(mapped_bytes, other_s - plain_other_s, plain_s)
+        elif plain_s > 0:
+            self.unmapping.record(-mapped_bytes, other_s - plain_other_s, plain_s)

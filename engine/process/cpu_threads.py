@@ -5,8 +5,9 @@ others spin through that process's time slices: one busy process on two cores ma
 uses as many threads as there are idle cores: all that torch would use, or a half, a quarter or an eighth of them, as
 oneDNN keeps primitives for each number of threads.
 
-Native kernels have threads of their own, which hardly spin. Beside them torch's would only be in the way: where nearly all
-weights are the kernels', torch's operators use one thread in a step.
+Native kernels have threads of their own, which hardly spin and take the next piece of work when they are free. They use any
+number of them, one more than there are idle cores where that core is idle at times. Beside them torch's would only be in the
+way: where nearly all weights are the kernels', torch's operators use one thread in a step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _STALE_S = 2.0  # after this time without a step, measurements are discarded
 _FIRST_LOOK_S = 0.1  # interval until the first measurement after a pause
 _LOOKS = 4  # number of measurements kept; the busiest counts
 _BUSY_CORES = 0.3  # load of other processes that is ignored
+_SHARED_CORE = 0.9  # load of other processes on a core that native threads share with them
 _NAMES = ("user", "system", "irq", "softirq")  # CPU times that count; steal time is no process's here
 _DIVISORS = (1, 2, 4, 8)  # of torch's number of threads
 
@@ -136,6 +138,8 @@ class CpuThreads:
         """The number of threads to use now, at most `most`."""
         self._look()
         spare = self._num_cores - max(self._others)
+        if self._set_native is not None:
+            return min(most, max(1, int(spare + _SHARED_CORE)))
         counts = thread_counts(most)
         return next((count for count in counts if count <= spare + _BUSY_CORES), counts[-1])
 

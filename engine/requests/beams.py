@@ -20,7 +20,7 @@ import numpy as np
 from ...api.sampling_params import SamplingParams
 from ...scheduler.outcome import BeamMove
 from ...scheduler.plan import Candidates, Float32
-from ...scheduler.sequence import FinishReason
+from ...scheduler.request import FinishReason
 
 DEFAULT_LENGTH_PENALTY = 1.0
 _FLOAT32 = np.finfo(np.float32)

@@ -402,8 +402,9 @@ class EngineThread(threading.Thread):
 
     @property
     def _may_step(self) -> bool:
-        may = self._manager.has_work and not self._pauses and not self._ending
-        return may and (not self._on_demand or self._calls.is_awaited)
+        if not (self._manager.has_work and not self._pauses and not self._ending):
+            return False
+        return not self._on_demand or self._calls.is_awaited or not self._manager.has_requests
 
     def _receive(self) -> None:
         """Handle the messages received so far."""

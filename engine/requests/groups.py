@@ -10,8 +10,7 @@ import numpy as np
 
 from ...scheduler.outcome import Finished
 from ...scheduler.plan import Candidates, ChunkLogprobs
-from ...scheduler.request import Request
-from ...scheduler.sequence import FinishReason
+from ...scheduler.request import FinishReason, Request
 from ..errors import format_error
 from ..text.detokenizer import TextStream
 from .beams import BeamRules, BeamSearch, Hypothesis

@@ -15,9 +15,8 @@ import numpy as np
 
 from ...api.sampling_params import MOST_FORKS, SamplingParams
 from ...cache.block_table import Int32
-from ...scheduler.errors import RequestRejected
 from ...scheduler.plan import ChunkLogprobs
-from ...scheduler.request import Request, Sampling
+from ...scheduler.request import Request, RequestRejected, Sampling
 from .outputs import TokenLogprobs
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...api.sampling_params import SamplingParams
 from ...cache.block_table import Int32
 from ...cache.retention import Retention
-from ...scheduler.errors import RequestRejected
+from ...scheduler.request import RequestRejected
 from .handover import Handover
 
 if TYPE_CHECKING:

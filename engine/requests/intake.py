@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...api.sampling_params import SamplingParams
-from ...scheduler.errors import RequestRejected
-from ...scheduler.request import LogitsProcessor, Request
+from ...scheduler.request import LogitsProcessor, Request, RequestRejected
 from ..shards.processors import serialized
 from ..text.chat_template import NESTED
 from .beams import BeamRules

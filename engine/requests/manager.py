@@ -20,7 +20,7 @@ from ...allocator.errors import LeaseClosed
 from ...common.on_error import OnError
 from ...frames.recorder import EngineRecorder
 from ...frames.source import Frame
-from ...scheduler.errors import RequestRejected
+from ...scheduler.request import RequestRejected
 from ..config import EngineConfig
 from ..errors import EngineClosed
 from ..process.fork import MakerProcess
@@ -120,7 +120,7 @@ class RequestManager:
         """Free the engine's memory. No request ends: they go on, with the same tokens, after `resume`. Raises EngineClosed."""
         engine = self.open()
         self.finish_pending_steps()
-        self._suspended = _Suspended(engine.core.suspend(), engine.encoder.constraints, engine.content)
+        self._suspended = _Suspended(engine.suspend(), engine.encoder.constraints, engine.content)
         self.last_frame = None if self.recorder is None else self.recorder.last()
         self.engine = self.watch = None
         try:
@@ -251,6 +251,11 @@ class RequestManager:
     def has_work(self) -> bool:
         """Whether a step has anything to do. False once closed."""
         return self.engine is not None and self.engine.core.has_work
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests are here; without them a step only writes to disk what they have left."""
+        return self.engine is not None and self.engine.core.scheduler.has_work
 
     def step(self) -> None:
         """Run one step of the engine and deliver its outputs. If all work waits for the pool to grow, wait for the broker.

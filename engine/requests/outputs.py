@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ...api.arguments import explains_names
-from ...scheduler.sequence import FinishReason
+from ...scheduler.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

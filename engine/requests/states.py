@@ -14,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cache.block_table import Int32
-from ...scheduler.errors import RequestRejected
 from ...scheduler.outcome import BeamMove, Finished
 from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
-from ...scheduler.request import Request
-from ...scheduler.sequence import FinishReason
+from ...scheduler.request import FinishReason, Request, RequestRejected
 from ..errors import Attempt, format_error
 from ..text.detokenizer import TextStream
 from .handover import Handover, resolved_params, scores_of
@@ -50,6 +48,7 @@ class RequestState:
         self._num_taken = 0  # tokens delivered in chunks
         self._new: list[int] = []  # that no chunk has delivered
         self._kept: KeptTokens | None = None  # has the latest tokens, if the state is not followed
+        self._told_text: list[str] = []  # of each chunk
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
         self._num_preemptions = 0  # in another process, before the import
@@ -120,7 +119,7 @@ class RequestState:
         finally:
             stopped = self._text is not None and self._text.stopped
             self.completion = Completion(
-                decoded=None if self._text is None else self._text.text,
+                decoded=None if self._text is None else "".join(self._told_text + self._new_text),
                 token_ids=tokens,
                 finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
                 timings=self._timings(now),
@@ -161,7 +160,7 @@ class RequestState:
         """
         num_delivered = self._num_taken
         self._record_admission(withdrawn)
-        text = None if self._text is None else self._text.text[: self._num_characters]
+        text = None if self._text is None else "".join(self._told_text)
         logprobs = self._logprobs(0, num_delivered)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
         handover = self._handover(withdrawn.token_ids, num_delivered, len(text or ""), timings, num_preemptions)
@@ -225,12 +224,12 @@ class RequestState:
             # One by one, as in the other process, so that the same text is held back
             for token in tokens:
                 self._detokenize([token])
-            text = self._text.text
+            text = "".join(self._new_text)
             if self._text.stopped:
                 raise RequestRejected("the text of the tokens that were generated has a stop string: it is at its end")
             if self._failure is not None or before.num_told_characters > len(text):
                 raise RequestRejected(f"its tokens have another text here: {self._failure or 'it is shorter'}")
-            self._new_text = [text[before.num_told_characters :]]
+            self._told_text, self._new_text = [text[: before.num_told_characters]], [text[before.num_told_characters :]]
         self._num_taken, self._new = num_delivered, tokens[num_delivered:]
 
     def _record_admission(self, end: Finished) -> None:
@@ -238,11 +237,6 @@ class RequestState:
         if self.num_cached_tokens is None:
             self.num_cached_tokens, self._admitted_at = end.num_cached_tokens, end.admitted_at
             self.num_disk_tokens = end.num_disk_tokens
-
-    @property
-    def _num_characters(self) -> int:
-        """Characters of the text delivered in chunks."""
-        return 0 if self._text is None else len(self._text.text) - sum(map(len, self._new_text))
 
     def _timings(self, now: float) -> Timings:
         arrival, admitted, first = self.request.arrival, self._admitted_at, self._first_token_at
@@ -268,13 +262,14 @@ class RequestState:
         """Take back `chunks`, the last ones, which no caller has read. The request has not ended."""
         self._new = [token for chunk in chunks for token in chunk.token_ids] + self._new
         self._new_text = [chunk.text for chunk in chunks] + self._new_text
+        del self._told_text[len(self._told_text) - len(chunks) :]
         self._num_taken -= sum(len(chunk.token_ids) for chunk in chunks)
 
     def _detokenize(self, tokens: list[int], last: bool = False) -> None:
         """Detokenize `tokens`. A tokenizer that raises fails this request only."""
         assert self._text is not None
         with Attempt() as attempt:
-            self._new_text.append(self._text.push(tokens)[0])
+            self._new_text.append(self._text.push(tokens))
             if last:
                 self._new_text.append(self._text.finish())
         if (error := attempt.error) is not None:
@@ -291,9 +286,9 @@ class RequestState:
         group.num_taken += done
         output = group.output if done and group.num_taken == len(group.states) else None
         begin, end = self._num_taken, self._num_taken + len(self._new)
-        chunk = StreamChunk(
-            group.index, "".join(self._new_text), self._new, self.number, self.completion, output, self._logprobs(begin, end)
-        )
+        text, logprobs = "".join(self._new_text), self._logprobs(begin, end)
+        chunk = StreamChunk(group.index, text, self._new, self.number, self.completion, output, logprobs)
+        self._told_text.append(text)
         self._num_taken, self._new, self._new_text = end, [], []
         if self._output_table is not None and not self.keeps_logprobs:
             self._output_table.release(end)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.on_error import OnError
-from ...scheduler.errors import RequestRejected
+from ...scheduler.request import RequestRejected
 from .inputs import Prompt
 from .intake import RequestIntake
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...api.json_schemas import json_options, readable
 from ...common.error_text import install_command
-from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
-from ...scheduler.request import Constraint, Sampling
+from ...scheduler.request import CANNOT_FOLLOW, Constraint, RequestRejected, Sampling
 from ..errors import Attempt
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles

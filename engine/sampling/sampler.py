@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduler.errors import LOGITS_OVERFLOW, NO_TOKEN_LEFT
-from ...scheduler.request import Sampling
+from ...scheduler.request import LOGITS_OVERFLOW, NO_TOKEN_LEFT, Sampling
 from . import native_sampling
 from .builtin_processors import BadWords, BuiltinLogitsProcessor, FrequencyPenalty, LogitBias, MinLength, RepetitionPenalty
 from .constraints import Constrained, Constraints
@@ -83,7 +82,6 @@ class Sampler:
         device = torch.device(device)
         self._at_hand = device.type == "cpu" if at_hand is None else at_hand
         self._native = self._at_hand and native_sampling.serves(device)
-        self._vocab_size = vocab_size
         self._seed = np.zeros(num_rows, np.uint64)
         self._index = np.zeros(num_rows, np.uint64)
         self._num_candidates = np.zeros(num_rows, np.int64)

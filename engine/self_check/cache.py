@@ -12,16 +12,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...common.on_error import OnError
-from ...common.state_dir import user_dir
+from ...common.state_dir import keep_json, user_dir
 from .report import PartOutcome
 
 log = logging.getLogger(__name__)
@@ -59,19 +55,4 @@ class Cache:
 
     def write(self, identity: Mapping[str, Any], outcomes: Iterable[PartOutcome]) -> None:
         """Store these outcomes, replacing earlier ones. Raises OSError."""
-        file = self.file(identity)
-        if not file.is_absolute():
-            raise OSError("there is no home directory, and XDG_CACHE_HOME names no absolute one")
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = json.dumps({"identity": identity, "outcomes": [asdict(one) for one in outcomes]}, indent=1)
-        descriptor, name = tempfile.mkstemp(prefix=file.stem, suffix=".tmp", dir=file.parent)
-        with OnError(partial(_remove, name)):
-            with os.fdopen(descriptor, "w", encoding="utf-8") as half:
-                half.write(text + "\n")
-            os.replace(name, file)
-
-
-def _remove(name: str) -> None:
-    """Remove a half-written file, if that is possible."""
-    with suppress(OSError):
-        os.unlink(name)
+        keep_json(self.file(identity), {"identity": identity, "outcomes": [asdict(one) for one in outcomes]})

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...cache.block_table import BlockBytes, Int32
 from ..config import EngineConfig
 from ..memory.memory_plan import MemoryPlan
 
@@ -78,6 +79,21 @@ class ExecutePlan:
     plan: bytes
     undo: tuple[int, ...]
     answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PutBytes:
+    """Bytes of this shard's part of blocks, which the plan of step `step_id`, a later message, puts there. It has no answer."""
+
+    step_id: int
+    read: BlockBytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy this shard's part of `blocks`, behind the plans before. The answer: uint8 [n, payload_bytes], or the error."""
+
+    blocks: Int32
 
 
 @dataclass(frozen=True, slots=True)

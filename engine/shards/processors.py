@@ -11,8 +11,7 @@ import pickle
 from typing import Any
 
 from ...common.error_text import install_command
-from ...scheduler.errors import RequestRejected
-from ...scheduler.request import LogitsProcessor
+from ...scheduler.request import LogitsProcessor, RequestRejected
 
 _INSTALL = install_command("shards")
 

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import EngineError
 from ..execution.host_pool import HostPool
 from ..execution.lockstep import Lockstep
 from ..execution.runner import ModelRunner, PendingStep
+from ..execution.transfers import Download
 from ..executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
@@ -36,7 +37,7 @@ from ..process.memory_usage import process_bytes, trim
 from ..sampling.follower import TokenFollower
 from ..sampling.sampler import Sampler
 from ..text.encoder import Encoder
-from .messages import ExecutePlan, Hello, Launch, LoadShard, PlanDone, ShardCall, ShardFailed, ShardLoaded
+from .messages import CopyBlocks, ExecutePlan, Hello, Launch, LoadShard, PlanDone, PutBytes, ShardCall, ShardFailed, ShardLoaded
 from .pulse import KINDS, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,10 @@ _LOOK_S = 2e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A plan that has begun."""
+    """A plan that has begun, or copies of blocks."""
 
     number: int
-    step: PendingStep
+    step: PendingStep | Download
     answers: bool
     undone: tuple[int, ...]
 
@@ -64,6 +65,7 @@ class Shard:
         self._heartbeat = heartbeat
         self._device = torch.device(launch.devices[launch.rank])
         self._pending: deque[_Pending] = deque()
+        self._puts: list[PutBytes] = []  # for the next plan
         self._runner: ModelRunner
         self._arena: Arena
         self._host: HostPool | None = None
@@ -96,6 +98,10 @@ class Shard:
         match message:
             case ExecutePlan():
                 self._begin(number, message)
+            case PutBytes():
+                self._puts.append(message)
+            case CopyBlocks():
+                self._copy(number, message)
             case LoadShard():
                 self._send(number, self.load(message))
             case ShardCall():
@@ -186,11 +192,22 @@ class Shard:
 
     def _begin(self, number: int, step: ExecutePlan) -> None:
         plan: Plan = pickle.loads(step.plan)
+        if self._puts:
+            plan = replace(plan, reads=tuple(one.read for one in self._puts if one.step_id == plan.step_id))
+            self._puts.clear()
         undone = self._undo(step.undo)
         pending = self._runner.begin(plan)
         if plan.resize and self._device.type == "cuda":
             self._arena.trim()  # nothing is held that the driver does not know of
         self._pending.append(_Pending(number, pending, step.answers, undone))
+
+    def _copy(self, number: int, message: CopyBlocks) -> None:
+        try:
+            copied = self._runner.copy_blocks(message.blocks)
+        except Exception as error:  # of the device: what is not copied is not kept
+            self._send(number, _portable(error))
+        else:
+            self._pending.append(_Pending(number, copied, answers=True, undone=()))
 
     def _undo(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Unmap `extents`, which the driver does not count as mapped. Returns those that are unmapped now."""
@@ -206,7 +223,8 @@ class Shard:
     def _finish_due(self) -> None:
         """Wait for plans until there is a message to read, and room for one more plan."""
         while self._pending:
-            if self._runner.overlaps and len(self._pending) < _MOST_PENDING:
+            num_plans = sum(isinstance(one.step, PendingStep) for one in self._pending)
+            if self._runner.overlaps and num_plans < _MOST_PENDING:
                 if self._channel.poll(0 if self._pending[0].step.is_done else _LOOK_S):
                     return
                 if not self._pending[0].step.is_done:
@@ -225,7 +243,8 @@ class Shard:
             self._send(pending.number, ShardFailed(_portable(error)))
             raise ChannelClosed("the step failed") from error
         if pending.answers:
-            self._send(pending.number, PlanDone(result, pending.undone))
+            is_plan = isinstance(pending.step, PendingStep)
+            self._send(pending.number, PlanDone(result, pending.undone) if is_plan else result)
 
     # ---- calls -----------------------------------------------------------------------------------
 

@@ -12,22 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from ...allocator.arena import ExtentSet
 from ...allocator.errors import BlockMisuse, GrantExceeded
+from ...allocator.lease import Lease
 from ...allocator.lease_record import HeldBounds
 from ...scheduler.plan import Resize, Result
-
-
-class CountedLease(Protocol):
-    """What the arena needs of a shard's lease."""
-
-    def shift(self, lower_bytes: int, upper_bytes: int) -> None:
-        """See `Lease.shift`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ class ShardedArena(ExtentSet):
     """
 
     def __init__(
-        self, num_extents: int, extent_bytes: int, leases: Sequence[CountedLease] | None, mapped: Iterable[int], num_shards: int
+        self, num_extents: int, extent_bytes: int, leases: Sequence[Lease] | None, mapped: Iterable[int], num_shards: int
     ) -> None:
         super().__init__(num_extents, extent_bytes, mapped)
         self.num_shards = num_shards
@@ -108,7 +100,7 @@ class ShardedArena(ExtentSet):
             self._shift_lower(-len(resize.unmap) * self.extent_bytes)
             return f"extents {sorted(uneven)} are still mapped on some of the {self.num_shards} shards, from a resize before"
         coming, going = len(resize.map) * self.extent_bytes, len(resize.unmap) * self.extent_bytes
-        done: list[CountedLease] = []
+        done: list[Lease] = []
         for lease in self._leases or ():
             try:
                 lease.shift(0, coming)

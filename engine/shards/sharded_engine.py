@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...allocator.sharded_lease import ShardedLease
 from ...common.host_memory import free_host_bytes
 from ...common.on_error import OnError
 from ...scheduler.scheduler import Scheduler
@@ -24,14 +25,13 @@ from ..loading.meta_models import outlined
 from ..memory.base_memory import BaseMemory
 from ..memory.decision import PoolBounds
 from ..memory.engine_memory import EngineMemory
-from ..memory.lease_holder import HEAP_BYTES, LeaseHolder
+from ..memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_leases
 from ..memory.memory_plan import MemoryPlan
 from ..memory.planning import model_geometry, plan_memory
 from ..memory.pool_use import SchedulerPoolUse
 from ..process.cpu_threads import own_threads
 from .messages import Hello, LoadShard, ShardLoaded
 from .sharded_arena import ShardedArena
-from .sharded_lease import ShardedSharing, acquire_leases
 from .sharded_runner import ShardedRunner
 from .team import ShardTeam
 
@@ -47,7 +47,7 @@ class DividedEngine:
     plan: MemoryPlan  # of one shard
     team: ShardTeam
     holder: LeaseHolder  # of the driver's own memory
-    sharing: ShardedSharing | None
+    sharing: Sharing[ShardedLease] | None
     arena: ShardedArena
     faults: dict[str, str]
 
@@ -114,7 +114,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     faults = _faults(config, devices)
     team = ShardTeam(devices, max(1, own_threads() // len(devices)))
     holder = LeaseHolder(torch.device("cpu"), 0)
-    sharing: ShardedSharing | None = None
+    sharing: Sharing[ShardedLease] | None = None
     with OnError(team.close, holder.close, lambda: None if sharing is None else sharing.close()):
         team.start()
         checkpoint = Checkpoint.open(config.model)  # while the shards import torch
@@ -126,7 +126,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
         check(config.attention, Site.of(torch.device("cpu"), dtype, plan.geometry), plan.geometry, faults)
         held = [hello.held_bytes for hello in hellos]
         sharing = acquire_leases(config, plan, devices, held, lambda: holder.base_bytes)
-        leases = None if sharing is None else sharing.leases
+        leases = None if sharing is None else sharing.lease.leases
         arena = ShardedArena(plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices))
         return DividedEngine(config, checkpoint, plan, team, holder, sharing, arena, faults)
 

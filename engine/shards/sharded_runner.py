@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
+import numpy.typing as npt
 
-from ...cache.block_table import Int32
+from ...cache.block_table import BlockBytes, Int32
 from ...common.heartbeat import Progress
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
 from ..errors import Attempt, ShardLost, format_error
-from .messages import ExecutePlan, PlanDone, ShardLoaded
+from .messages import CopyBlocks, ExecutePlan, PlanDone, PutBytes, ShardLoaded
 from .sharded_arena import ResizeOutcome, ShardedArena
 from .team import ShardTeam
+
+_PUT_BYTES = 8 << 20  # sent at once to a shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,28 @@ class ShardedHostPool:
         self._team.call("give_back_host", num_bytes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedCopy:
+    """Copies of blocks on their way from all shards."""
+
+    _team: ShardTeam
+    _number: int
+
+    def wait(self) -> npt.NDArray[np.uint8]:
+        """The bytes [n, shards * payload_bytes]: of each block the parts of the shards, by rank. Once, from any thread.
+
+        Raises ShardLost, and the error of a shard that could not copy.
+        """
+        try:
+            parts = self._team.wait(self._number, range(self._team.size))
+        finally:
+            self._team.forget(self._number)
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+        return np.concatenate(parts, axis=1)
+
+
 @dataclass(slots=True, eq=False)
 class StepTimes:
     """Steps since the start, and their seconds: writing and sending plans, waiting for results, and of that computing."""
@@ -78,7 +103,8 @@ class ShardedRunner:
         self.progress = Progress()  # the wait for shards that are well is progress: the team judges these
         team.on_well = self.progress.beat
         self._team = team
-        self.read = None  # see `Scheduler.suspend`: each shard has its part of every block
+        self._put = 0, 0.0  # bytes sent for plans to put them somewhere, in so many seconds
+        self.drain = None  # see `Scheduler.suspend`: each shard has its part of every block
 
     @property
     def lost(self) -> ShardLost | None:
@@ -90,6 +116,16 @@ class ShardedRunner:
         """The pool's extents that have memory on all shards; None for a pool of fixed size."""
         return None if self.arena is None else self.arena.mapped_extents
 
+    @property
+    def put_s_per_byte(self) -> float:
+        """Seconds that a byte takes to where a plan puts it, as measured so far; 0 before."""
+        num_bytes, seconds = self._put
+        return seconds / num_bytes if num_bytes else 0.0
+
+    def copy_blocks(self, blocks: Int32) -> ShardedCopy:
+        """Begin to copy the parts of `blocks` that all shards have, between two steps. Raises ShardLost."""
+        return ShardedCopy(self._team, self._team.post([CopyBlocks(blocks)] * self._team.size))
+
     def begin(self, plan: Plan) -> ShardedStep:
         """Send `plan` to all shards. Raises ShardLost."""
         began = time.perf_counter()
@@ -100,8 +136,11 @@ class ShardedRunner:
             undo = [tuple(arena.undo(rank)) for rank in range(team.size)]
             if plan.resize and (refused := arena.expect(plan.resize)) is not None:
                 sent = replace(plan, resize=Resize(NO_EXTENTS, plan.resize.unmap))
-        data = pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)
         everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
+        if sent.reads:
+            self._send_reads(sent)
+            sent = replace(sent, reads=())
+        data = pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)
         ranks = range(team.size) if everywhere else range(1)
         number = team.post([ExecutePlan(data, undo[rank], rank in ranks) for rank in range(team.size)])
         step = ShardedStep(self, plan, sent, refused, ranks, number)
@@ -119,6 +158,19 @@ class ShardedRunner:
     def tidy(self) -> None:
         """Return free heap memory of all shards to the system. Raises ShardLost."""
         self._team.call("tidy")
+
+    def _send_reads(self, plan: Plan) -> None:
+        """Send each shard its part of what `plan` puts into blocks, in pieces, before the plan."""
+        began, size, num_bytes = time.perf_counter(), self._team.size, 0
+        for blocks, data in ((read.blocks, read.data) for read in plan.reads):
+            part = data.shape[1] // size
+            rows = max(1, _PUT_BYTES // part)
+            num_bytes += data.nbytes
+            for first in range(0, len(blocks), rows):
+                of_piece, bytes_of = blocks[first : first + rows], data[first : first + rows].reshape(-1, size, part)
+                messages = [PutBytes(plan.step_id, BlockBytes(of_piece, bytes_of[:, rank])) for rank in range(size)]
+                self._team.forget(self._team.post(messages))
+        self._put = self._put[0] + num_bytes, self._put[1] + time.perf_counter() - began
 
     def _wait(self, step: ShardedStep) -> Result:
         """The result of `step`. Raises ShardLost."""

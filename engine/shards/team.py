@@ -35,7 +35,7 @@ _teams: weakref.WeakSet[ShardTeam] = weakref.WeakSet()
 
 
 class ShardTeam:
-    """`len(devices)` processes. `post` and `wait` are for one thread at a time; `lost` and `close` are thread-safe.
+    """`len(devices)` processes. `post` is for one thread at a time; all else is thread-safe.
 
     Args:
         num_threads: Of each shard on a CPU.

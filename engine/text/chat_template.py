@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from ...scheduler.errors import RequestRejected
+from ...scheduler.request import RequestRejected
 from .template_bounds import Exceeded, bounded
 from .template_tree import count_operations
 

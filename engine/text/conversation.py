@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ...scheduler.errors import RequestRejected
+from ...scheduler.request import RequestRejected
 from .chat_template import rendered, template_source
 from .detokenizer import special_tokens
 

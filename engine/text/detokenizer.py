@@ -124,32 +124,22 @@ class TextStream:
         patterns = stops if isinstance(stops, StopPatterns) else StopPatterns(stops)
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens, kept)
         self._stop_strings = StopStrings(patterns)
-        self._parts: list[str] = []
         self.has_stops = bool(patterns.stops)
         self.stopped = False  # a stop string was found
 
-    @property
-    def text(self) -> str:
-        """All text emitted so far."""
-        self._parts = ["".join(self._parts)]
-        return self._parts[0]
-
-    def push(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """Add the next ids. Returns the new visible text, and whether a stop string has been found."""
+    def push(self, ids: Sequence[int]) -> str:
+        """Add the next ids. Returns the new visible text."""
         if self.stopped:
-            return "", True
+            return ""
         visible, self.stopped = self._stop_strings.push(self._detokenizer.push(ids))
-        self._parts.append(visible)
-        return visible, self.stopped
+        return visible
 
     def finish(self) -> str:
         """The visible text still held back, which may contain a stop string too. No `push` may follow."""
         if self.stopped:
             return ""
         text, self.stopped = self._stop_strings.push(self._detokenizer.finish())
-        text += self._stop_strings.flush()
-        self._parts.append(text)
-        return text
+        return text + self._stop_strings.flush()
 
 
 class _Vocabulary:

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...api.sampling_params import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams
-from ...scheduler.errors import RequestRejected
-from ...scheduler.request import TokenLists
+from ...scheduler.request import RequestRejected, TokenLists
 from ..errors import Attempt
 from ..sampling.constraints import CompiledConstraint, Constraints
 from .chat_template import rendered

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sized
 from functools import cached_property
 from typing import Any
 
-from ...scheduler.errors import PromptTooLong
+from ...scheduler.request import PromptTooLong
 from .tokenizer_bounds import PARTS, growth_of
 
 CHARACTERS_A_TOKEN = 1024  # allowed characters per token that fits

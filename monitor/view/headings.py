@@ -77,7 +77,7 @@ def last_lines(view: ViewState, width: int, symbols: Symbols) -> list[Line]:
             return _wrapped(f"{action_text(action)}? y or n", YELLOW, width, symbols)
     if view.status:
         return _wrapped(view.status, RED if view.failed else GREEN, width, symbols)
-    return [_hint(view, width, symbols)]
+    return [_hint(view, width)]
 
 
 def _wrapped(text: str, style: Style, width: int, symbols: Symbols) -> list[Line]:
@@ -100,7 +100,7 @@ def _input(ask: str, text: str, hint: str, width: int, symbols: Symbols, *, wron
     return [crop(line, width), *_wrapped(hint, style, width, symbols)]
 
 
-def _hint(view: ViewState, width: int, symbols: Symbols) -> Line:
+def _hint(view: ViewState, width: int) -> Line:
     pairs = [("q", "quit"), ("?", "help")]
     if view.help_open:
         pairs = [("q", "back"), ("j k", "scroll")]

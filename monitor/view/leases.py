@@ -15,7 +15,7 @@ from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, REVERSE, YELLOW, Line, 
 
 _NARROW = 72  # minimum width, in cells, for full state texts
 _MOST_STATE = 34
-_STATE_STYLES = {"ok": DIM, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
+_STATE_STYLES = {"ok": DIM, "loading": BUSY, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
 _PARTS = ("weights", "live", "cached", "free", "other")
 _PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: the growing part at its end
 
@@ -119,6 +119,10 @@ def _columns(leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int,
         Column(
             "MAX", 9 if any(lease.max_bytes is not None for lease in leases) else 0, 2,
             lambda lease, cells: bytes_cell(lease.max_bytes, cells, "none"), flush_right=True,
+        ),
+        Column(
+            "WAITING", len("WAITING") if any(lease.num_waiting for lease in leases) else 0, 6,
+            lambda lease, cells: [right(str(lease.num_waiting), cells, symbols)], flush_right=True,
         ),
         Column(
             "STATE", widest("STATE", map(state, leases), _MOST_STATE), 9,

@@ -386,12 +386,22 @@ INLINE float base_of(float most) { return most == kLowest ? 0.f : most; }
 
 // total = total * x + part * y, for rows of results. One function that is not inlined, so that it rounds alike everywhere.
 __attribute__((noinline)) static void merge(const float* part, int64_t rows, int64_t stride, int64_t padded, float* total) {
-  for (int64_t r = 0; r < rows; ++r, part += stride, total += stride) {
-    const float most = part[padded] > total[padded] ? part[padded] : total[padded], base = base_of(most);
-    const float x = exponential_of(total[padded] - base), y = exponential_of(part[padded] - base);
-    for (int64_t c = 0; c < padded; c += kLanes) store(total + c, load(total + c) * x + load(part + c) * y);
-    total[padded + 1] = total[padded + 1] * x + part[padded + 1] * y;
-    total[padded] = most;
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int64_t count = least(kLanes, rows - first);
+    float mosts[kLanes], xs[kLanes] = {}, ys[kLanes] = {};
+    for (int64_t r = 0; r < count; ++r) {
+      const float one = total[r * stride + padded], other = part[r * stride + padded];
+      mosts[r] = other > one ? other : one;
+      xs[r] = one - base_of(mosts[r]), ys[r] = other - base_of(mosts[r]);
+    }
+    store(xs, exponential(load(xs)));
+    store(ys, exponential(load(ys)));
+    for (int64_t r = 0; r < count; ++r, part += stride, total += stride) {
+      const float x = xs[r], y = ys[r];
+      for (int64_t c = 0; c < padded; c += kLanes) store(total + c, load(total + c) * x + load(part + c) * y);
+      total[padded + 1] = total[padded + 1] * x + part[padded + 1] * y;
+      total[padded] = mosts[r];
+    }
   }
 }
 
@@ -515,35 +525,124 @@ INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, float fac
   return most;
 }
 
-// scores[rows][kScoreStride] = the queries times the keys `first` .. `last` of a part, whole panels, by tiles. What is packed or
-// multiplied is not read at once: that would wait for the stores.
-template <typename T, typename C, typename Element>
-static void multiply_keys_by_tiles(const Rows<T, C>& rows, const C* const* slots, int64_t first, int64_t last, Element* panels,
-                                   float* scores, linear::TileShapes& shapes) {
-  const int64_t dim = rows.args.key.dim, stride = rows.query_stride, filled = dim / 2 * 2, count = rows.end - rows.begin;
-  const int64_t together = kMostDim / stride * kColumns;
-  if (stride > filled) {
-    for (int64_t i = 0; i < kMostDim / stride; ++i) {
-      __builtin_memset(panels + (i * stride + filled) * kColumns, 0, (stride - filled) * kColumns * sizeof(Element));
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+// 2^x, with a relative error below 3e-6: what is rounded to bfloat16 needs no more.
+INLINE Vec power_of_two(Vec x) {
+  const Vec rest = bits<Vec>(_mm512_reduce_ps(bits<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));  // 0 to 1
+  Vec value = rest * 0.013426687568426132f + 0.0522424690425396f;
+  value = value * rest + 0.2412802129983902f;
+  value = value * rest + 0.6930448412895203f;
+  value = value * rest + 1.f;
+  return bits<Vec>(_mm512_scalef_ps(bits<__m512>(value), bits<__m512>(x)));
+}
+
+// A vector combined with itself until all lanes are that of all, in the order of sum().
+template <int W, int... L>
+INLINE Vec turned(Vec v, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(v, v, (L ^ W)...);
+}
+template <int W = kLanes / 2, typename Combine>
+INLINE float combined(Vec v, const Combine& combine) {
+  v = combine(v, turned<W>(v, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (W > 1) return combined<W / 2>(v, combine);
+  return v[0];
+}
+
+// weights[first .. last] = e^score, relative to the row's largest score; `row` are its products with the keys `first` .. `last` of a
+// part, of which it sees `low` .. `high`. result[0] becomes the largest score, result[1] the sum of weights.
+INLINE void weigh_row(const AttentionArgs& args, float* row, float factor, int64_t first, int64_t last, int64_t low, int64_t high,
+                      BFloat16* weights, float* result) {
+  const auto larger = [](Vec a, Vec b) { return bits<Vec>(_mm512_maskz_max_ps(0xffff, bits<__m512>(a), bits<__m512>(b))); };
+  Vec most[linear::kVectors];
+  for (Vec& each : most) each = broadcast(kLowest);
+  if (args.softcap == 0.f && factor > 0.f) {  // the largest product has the largest score
+    IntVec lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    for (int64_t j = first; j < last; j += kColumns) {
+      const bool whole = low <= j && j + kColumns <= high;
+      for (int v = 0; v < linear::kVectors; ++v) {
+        float* at = row + j + v * kLanes;
+        Vec product = load(at);
+        if (!whole) {
+          const IntVec key = lane + static_cast<int32_t>(j + v * kLanes);
+          const IntVec seen = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
+          product = select(seen, product, broadcast(kLowest));
+          store(at, product);
+        }
+        most[v] = larger(most[v], product);
+      }
+    }
+  } else {
+    for (int64_t j = first; j < last; j += kColumns) {
+      most[0] = finish_scores<BFloat16>(args, row + j, factor, nullptr, j, low, high, most[0], row);
+    }
+    factor = 1.f;
+  }
+  const float top = combined(larger(most[0], most[1]), larger) * factor;
+  constexpr float kLog2E = 1.44269504f;
+  const Vec scale = broadcast(factor * kLog2E), base = broadcast(base_of(top) * kLog2E);
+  Vec total[linear::kVectors] = {};
+  for (int64_t j = first; j < last; j += kColumns) {
+    for (int v = 0; v < linear::kVectors; ++v) {
+      const Vec weight = power_of_two(load(row + j + v * kLanes) * scale - base);
+      total[v] += weight;
+      store(weights + j + v * kLanes, weight);
     }
   }
-  for (int64_t from = first; from < last; from += together) {
-    const int64_t to = least(last, from + together);
-    for (int64_t c = from; c < to; c += kColumns) pack_keys(slots + c, dim, panels + (c - from) * stride);
-    for (int64_t r = 0; r < count; r += 2 * linear::kTileRows) {
-      const int n = static_cast<int>(least(2 * linear::kTileRows, count - r));
+  result[0] = top;
+  result[1] = combined(total[0] + total[1], [](Vec a, Vec b) { return a + b; });
+}
+
+// compute_part by tiles, for one query as for many. Scores of some rows at a time stay in the first cache. What is packed or
+// multiplied is not read at once: that would wait for the stores.
+static void compute_part_by_tiles(const Rows<BFloat16, BFloat16>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
+  constexpr int64_t kTogether = 2 * linear::kTileRows;           // rows
+  constexpr int64_t kPacked = kMostElements / (kTogether + 1);   // the largest size of heads of which an item has more rows
+  constexpr int64_t kWeightStride = kPart + kColumns;
+  const AttentionArgs& args = rows.args;
+  const int64_t count = rows.end - rows.begin, origin = part * kPart, dim = args.key.dim, stride = rows.query_stride;
+  // What any row sees, and the whole panels around it.
+  int64_t begin = rows.first_seen(rows.begin) - origin, end = rows.position(rows.end - 1) + 1 - origin;
+  begin = begin < 0 ? 0 : begin, end = least(end, kPart);
+  const int64_t first = begin / kColumns * kColumns, last = rounded_up(end, kColumns);
+  const int64_t results_stride = result_stride(args), padded = padded_values(args), filled = dim / 2 * 2;
+  const int64_t keys_together = kPacked * kPart / stride / kColumns * kColumns;  // all of a part, or there are kTogether rows at most
+
+  const BFloat16 *keys[kPart + kAhead], *values[kPart + kAhead];
+  alignas(64) BFloat16 panels[kPacked * kPart];
+  alignas(64) float scores[kTogether * kScoreStride];
+  alignas(64) BFloat16 weights[kMostRows * kWeightStride];
+  find_slots(args.key, rows, part, begin, end, keys);
+  find_slots(args.value, rows, part, begin, end, values);
+  fetch_first(keys + begin, dim);
+  for (int64_t from = first; from < last; from += keys_together) {
+    const int64_t to = least(last, from + keys_together);
+    for (int64_t c = from; c < to; c += kColumns) {
+      BFloat16* panel = panels + (c - from) * stride;
+      if (stride > filled) __builtin_memset(panel + filled * kColumns, 0, (stride - filled) * kColumns * sizeof(BFloat16));
+      pack_keys(keys + c, dim, panel);
+    }
+    for (int64_t r = 0; r < count; r += kTogether) {
+      const int n = static_cast<int>(least(kTogether, count - r));
       shapes.set(n);
       for (int64_t c = from; c < to; c += kColumns) {
-        linear::add_tiles<Operand::pairs, false>(n, bytes_of(rows.query + r * stride), stride * 2, bytes_of(panels + (c - from) * stride),
-                                                 stride * 2, true, scores + r * kScoreStride + c, kScoreStride * 4);
+        linear::add_tiles<Operand::pairs>(n, bytes_of(rows.query + r * stride), stride * 2, bytes_of(panels + (c - from) * stride),
+                                                 stride * 2, true, scores + c, kScoreStride * 4);
+      }
+      for (int64_t i = r; to == last && i < r + n; ++i) {
+        weigh_row(args, scores + (i - r) * kScoreStride, rows.factors[i], first, last, rows.first_seen(rows.begin + i) - origin,
+                  rows.position(rows.begin + i) + 1 - origin, weights + i * kWeightStride, results + i * results_stride + padded);
       }
     }
   }
+  fetch_first(values + begin, args.value.dim);
+  weigh_by_tiles(count, weights + first, kWeightStride, values + first, args.value.dim, last - first, results, results_stride, shapes);
 }
+#endif
 
 // results[rows] of one part, of which any row sees something.
 template <typename T, typename C>
-static void compute_part(const Rows<T, C>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
+static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
   using Element = ElementOf<T, C>;
   const AttentionArgs& args = rows.args;
   const int64_t count = rows.end - rows.begin, origin = part * kPart;
@@ -578,20 +677,13 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results, l
     most[r] = finish_scores<Element>(args, products, rows.factors[r], kScaled<C> ? key_scales : nullptr, c, seen[r].low, seen[r].high,
                                      most[r], scores + r * kScoreStride);
   };
-  if constexpr (kByTiles<Element>) {
-    multiply_keys_by_tiles(rows, keys, first_panel, last_panel, panel, scores, shapes);
-    for (int64_t r = 0; r < count; ++r) {
-      for (int64_t c = first_panel; c < last_panel; c += kColumns) finish_row(r, scores + r * kScoreStride + c, c);
-    }
-  } else {
-    const int64_t panel_rows = rounded_up(args.key.dim, kInWords<Element> ? 4 : 1);
-    for (int64_t c = first_panel; c < last_panel; c += kColumns) {
-      pack_keys(keys + c, args.key.dim, panel);
-      for (int64_t r = 0; r < count; r += tile_rows) {
-        const int n = static_cast<int>(least(tile_rows, count - r));
-        linear::tile<kRows>(kOperand<Element>, n, rows.query + r * rows.query_stride, rows.query_stride, panel, panel_rows, sums);
-        for (int i = 0; i < n; ++i) finish_row(r + i, sums + i * kColumns, c);
-      }
+  const int64_t panel_rows = rounded_up(args.key.dim, kInWords<Element> ? 4 : 1);
+  for (int64_t c = first_panel; c < last_panel; c += kColumns) {
+    pack_keys(keys + c, args.key.dim, panel);
+    for (int64_t r = 0; r < count; r += tile_rows) {
+      const int n = static_cast<int>(least(tile_rows, count - r));
+      linear::tile<kRows>(kOperand<Element>, Type::float32, n, rows.query + r * rows.query_stride, rows.query_stride, panel, panel_rows, sums);
+      for (int i = 0; i < n; ++i) finish_row(r + i, sums + i * kColumns, c);
     }
   }
   fetch_first(values + begin, args.value.dim);
@@ -633,10 +725,6 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results, l
   begin -= begin & odd, end += end & odd;
   const auto* weights = static_cast<const Element*>(static_cast<const void*>(scores));
   const int64_t weight_stride = kScoreStride * static_cast<int64_t>(sizeof(float) / sizeof(Element));
-  if constexpr (kByTiles<Element>) {
-    return weigh_by_tiles(count, weights + first_panel, weight_stride, values + first_panel, args.value.dim, last_panel - first_panel, results,
-                          stride, shapes);
-  }
   for (int64_t r = 0; r < count; r += tile_rows) {
     const int n = static_cast<int>(least(tile_rows, count - r));
     weigh_rows<kRows>(n, weights + r * weight_stride, weight_stride, values, args.value.dim, begin, end, results + r * stride, stride);
@@ -689,10 +777,18 @@ static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Pl
   }
   read_query(rows);
   const int64_t count = rows.end - rows.begin;
+  const auto compute = [&](int64_t part, float* to) {
+    if constexpr (kByTiles<Element>) {
+      compute_part_by_tiles(rows, part, to, shapes);
+    } else {
+      compute_part(rows, part, to);
+    }
+  };
   if (!chunk.split) {
-    clear_results(count, stride, padded, total);
-    for (int64_t part = rows.first_seen(rows.begin) / kPart; part <= rows.position(rows.end - 1) / kPart; ++part) {
-      compute_part(rows, part, part_results, shapes);
+    int64_t part = rows.first_seen(rows.begin) / kPart;
+    compute(part, total);
+    while (++part <= rows.position(rows.end - 1) / kPart) {
+      compute(part, part_results);
       merge(part_results, count, stride, padded, total);
     }
     return finish(rows, total);
@@ -700,7 +796,7 @@ static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Pl
   auto* results = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + place.results));
   auto* unfinished = static_cast<int32_t*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + place.unfinished));
   results += head * chunk.items_per_head * count * stride;
-  compute_part(rows, chunk.begin_part + number, results + number * count * stride, shapes);
+  compute(chunk.begin_part + number, results + number * count * stride);
   if (__atomic_sub_fetch(unfinished + head, 1, __ATOMIC_ACQ_REL) != 0) return;
   clear_results(count, stride, padded, total);
   for (number = 0; number < chunk.items_per_head; ++number) merge(results + number * count * stride, count, stride, padded, total);

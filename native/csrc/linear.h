@@ -21,9 +21,12 @@ constexpr int kRows = 6;  // of a tile: its sums stay in registers
 constexpr int kRows = 12;
 #endif
 constexpr int64_t kBlock = 256;
-constexpr int64_t kItemRows = 8 * kRows;  // of x in an item, at most
+constexpr int64_t kItemRows = 96;         // of x in an item, at most
+constexpr int64_t kItemTileRows = 256;    // the same where tiles multiply
 constexpr int64_t kItemPanels = 4;        // of an item with many rows, which lie in a cache meanwhile
 constexpr int64_t kManyRows = 4 * kRows;
+constexpr int kFewRows = 3;               // that are multiplied with several panels at once
+constexpr int kWidenedRows = 2 * kRows;   // with more, weights of 16 bits are widened once for all tiles
 constexpr int64_t kItemsPerThread = 8;    // at least, with fewer rows
 
 #if defined(__AVX512BF16__)
@@ -50,10 +53,14 @@ constexpr int kShift = 0;
 #endif
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // of a tile's row
+constexpr int64_t kTotals = (kTiles ? kItemTileRows : kItemRows) * kColumns;  // of a panel in an item
 
 // What the inner loop multiplies. quads: int8 with weights of eight bits; groups: int8, each group of a row with a scale of its
 // own, with groups of weights; words: pairs of int16, for attention alone.
 enum class Operand { float32, pairs, quads, groups, words };
+
+// That few rows are multiplied with: as many sums as registers take.
+constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : 2; }
 
 INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE int64_t operand_bytes(Operand operand) {
@@ -438,23 +445,47 @@ INLINE void prefetch_next_block(const T* here) {
   __builtin_prefetch(here + kBlock * kColumns, 0, 2);
 }
 
-template <int R>
-static void tile_floats(const float* x, int64_t stride, const float* panel, int64_t k, float* sums) {
-  Vec total[R][kVectors] = {};
-  for (int64_t i = 0; i < k; ++i, panel += kColumns) {
-    Vec w[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      w[v] = load(panel + v * kLanes);
-      prefetch_next_block(panel + v * kLanes);
-    }
+// Of R rows and P panels, `apart` weights from one to the next. The sums are added to totals[P][R][kColumns], or are these if
+// `first`; the totals of panels are `totals_apart` from each other. Weights of 16 bits are widened in registers.
+template <int R, int P, typename W>
+static void tile_floats(const float* x, int64_t stride, const W* panel, int64_t apart, int64_t k, bool first, float* totals,
+                        int64_t totals_apart) {
+  Vec total[P][R][kVectors];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const Vec factor = broadcast(x[r * stride + i]);
-      for (int v = 0; v < kVectors; ++v) total[r][v] += factor * w[v];
+  for (int i = 0; i < P * R * kVectors; ++i) total[i / (R * kVectors)][i / kVectors % R][i % kVectors] = Vec{};
+  for (int64_t i = 0; i < k; ++i, panel += kColumns) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const W* from = panel + p * apart;
+      Vec w[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        w[v] = load(from + v * kLanes);
+        if (v * kLanes * sizeof(W) % 64 == 0) prefetch_next_block(from + v * kLanes);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const Vec factor = broadcast(x[r * stride + i]);
+        for (int v = 0; v < kVectors; ++v) total[p][r][v] += factor * w[v];
+      }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, total[r][v]);
+#pragma GCC unroll 12
+  for (int i = 0; i < P * R * kVectors; ++i) {
+    float* to = totals + i / (R * kVectors) * totals_apart + i % (R * kVectors) * kLanes;
+    const Vec sum = total[i / (R * kVectors)][i / kVectors % R][i % kVectors];
+    store(to, first ? sum : load(to) + sum);
+  }
+}
+
+// The same for weights of `type`.
+template <int R, int P>
+static void tile_of_floats(Type type, const float* x, int64_t stride, const void* panel, int64_t apart, int64_t k, bool first,
+                           float* totals, int64_t totals_apart) {
+  const auto add = [=](const auto* weights) { tile_floats<R, P>(x, stride, weights, apart, k, first, totals, totals_apart); };
+  switch (type) {
+    case Type::bfloat16: return add(static_cast<const BFloat16*>(panel));
+    case Type::float16: return add(static_cast<const Float16*>(panel));
+    default: return add(static_cast<const float*>(panel));
   }
 }
 
@@ -670,6 +701,7 @@ class TileShapes {
       shapes.row_bytes[i] = kTileBytes;
       shapes.rows[i] = static_cast<uint8_t>(counts[i]);
     }
+    asm volatile("" : : "r"(&shapes) : "memory");  // the intrinsic tells the compiler of eight bytes that it reads
     _tile_loadconfig(&shapes);
   }
 
@@ -720,11 +752,17 @@ INLINE void store_tiles(bool both, float* sums, int64_t sum_bytes) {
   _tile_stored(3, sums + kHalf, sum_bytes);
 }
 
+// What is fetched into the second cache while tiles multiply: `bytes` bytes with each 64 bytes of the rows of x.
+struct Fetch {
+  const uint8_t* from = nullptr;
+  int64_t bytes = 0;
+};
+
 // sums[rows][kColumns] += x[rows] times a panel's block of `row_bytes` bytes per row of x; sums begin with 0 if `first`. Rows of
-// sums are `sum_bytes` apart. kFromMemory: the block is read for the first time.
-template <Operand kOperand, bool kFromMemory>
+// sums are `sum_bytes` apart.
+template <Operand kOperand>
 static void add_tiles(int rows, const uint8_t* x, int64_t stride, const uint8_t* panel, int64_t row_bytes, bool first, float* sums,
-                      int64_t sum_bytes = kColumns * 4) {
+                      int64_t sum_bytes = kColumns * 4, Fetch fetch = {}) {
   constexpr int kPanelBytes = kColumns * 4, kHalf = kColumns / 2;
   const bool both = rows > kTileRows;
   clear_tiles();
@@ -738,9 +776,8 @@ static void add_tiles(int rows, const uint8_t* x, int64_t stride, const uint8_t*
     }
   }
   for (int64_t at = 0; at < row_bytes; at += kTileBytes, panel += kTileRows * kPanelBytes) {
-    for (int line = 0; kFromMemory && line < kTileRows * kPanelBytes; line += 64) {
-      __builtin_prefetch(panel + 2 * kTileRows * kPanelBytes + line, 0, 2);
-    }
+    for (int64_t line = 0; line < fetch.bytes; line += 64) __builtin_prefetch(fetch.from + line, 0, 2);
+    fetch.from += fetch.bytes;
     multiply_tiles<kOperand>(both, x + at, stride, panel);
   }
   store_tiles(both, sums, sum_bytes);
@@ -749,18 +786,23 @@ static void add_tiles(int rows, const uint8_t* x, int64_t stride, const uint8_t*
 struct TileShapes {
   void set(int) {}
 };
-template <Operand kOperand, bool kFromMemory>
-static void add_tiles(int, const uint8_t*, int64_t, const uint8_t*, int64_t, bool, float*, int64_t = 0) {}
+struct Fetch {
+  const uint8_t* from = nullptr;
+  int64_t bytes = 0;
+};
+template <Operand kOperand>
+static void add_tiles(int, const uint8_t*, int64_t, const uint8_t*, int64_t, bool, float*, int64_t = 0, Fetch = {}) {}
 #endif
 
+// The sums of a tile of rows, or of floats: added to `sums` unless `first`. `type`: of the weights, float32 if they were converted.
 template <int R>
-static void tile(Operand operand, int rows, const void* x, int64_t stride, const void* panel, int64_t k, float* sums) {
+static void tile(Operand operand, Type type, int rows, const void* x, int64_t stride, const void* panel, int64_t k, float* sums,
+                 bool first = true) {
   if constexpr (R > 1) {
-    if (rows < R) return tile<R - 1>(operand, rows, x, stride, panel, k, sums);
+    if (rows < R) return tile<R - 1>(operand, type, rows, x, stride, panel, k, sums, first);
   }
   switch (operand) {
-    case Operand::float32:
-      return tile_floats<R>(static_cast<const float*>(x), stride, static_cast<const float*>(panel), k, sums);
+    case Operand::float32: return tile_of_floats<R, 1>(type, static_cast<const float*>(x), stride, panel, 0, k, first, sums, 0);
     case Operand::pairs:
 #if defined(__AVX512BF16__)
       return tile_pairs<R>(static_cast<const BFloat16*>(x), stride, static_cast<const BFloat16*>(panel), k, sums);
@@ -829,7 +871,10 @@ static void convert_nibbles(const uint8_t* panel, int64_t k, Operand operand, ui
 
 template <typename T>
 static void convert_halves(const T* panel, int64_t k, float* to) {
-  for (int64_t i = 0; i < k * kColumns; i += kLanes) store(to + i, load(panel + i));
+  for (int64_t i = 0; i < k * kColumns; i += kLanes) {
+    prefetch_next_block(panel + i);
+    store(to + i, load(panel + i));
+  }
 }
 
 // Whether tiles multiply. Groups that are smaller than a tile's row do not fit them.
@@ -854,20 +899,21 @@ struct ZeroPoints {
 };
 
 // The block of k0 .. k0 + count of a panel, which begins with column `first`, as the inner loop reads it: in the panel, or
-// converted into `buffer`.
-static const void* block(const LinearArgs& args, Operand operand, const uint8_t* panel, int64_t first, int64_t k0, int64_t count,
-                         uint8_t* buffer) {
+// converted into `buffer`, as are weights of x's type that are not to be read `in_place`.
+static const void* block(const LinearArgs& args, Operand operand, bool in_place, const uint8_t* panel, int64_t first, int64_t k0,
+                         int64_t count, uint8_t* buffer) {
   if (by_tiles(args, operand) && count % 32 && args.weight_type != args.x_type) {  // a tile's rest
     __builtin_memset(buffer + count * kColumns * 2, 0, (rounded_up(count, 32) - count) * kColumns * 2);
   }
   switch (args.weight_type) {
     case Type::float32: return panel + k0 * kColumns * 4;
     case Type::bfloat16:
-      if (operand == Operand::pairs) return panel + k0 * kColumns * 2;
+      if (in_place) return panel + k0 * kColumns * 2;
       convert_halves(static_cast<const BFloat16*>(static_cast<const void*>(panel)) + k0 * kColumns, count,
                      static_cast<float*>(static_cast<void*>(buffer)));
       return buffer;
     case Type::float16:
+      if (in_place) return panel + k0 * kColumns * 2;
       convert_halves(static_cast<const Float16*>(static_cast<const void*>(panel)) + k0 * kColumns, count,
                      static_cast<float*>(static_cast<void*>(buffer)));
       return buffer;
@@ -1092,26 +1138,34 @@ struct Range {
   int64_t begin, end;
 };
 
-// add_panel_block where the processor has tiles; `weights` are the block as operands.
+// add_panel_block where the processor has tiles; `weights` are the block as operands. What is multiplied next, `next`, is fetched
+// evenly by all tiles of rows but the first, which fetches what follows in the panel if nothing has fetched it.
 static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k,
-                               const uint8_t* weights, float* totals, TileShapes& shapes) {
+                               const uint8_t* weights, bool fetched, const uint8_t* next, float* totals, TileShapes& shapes) {
+  constexpr int64_t kStepBytes = kTileBytes * kColumns;  // of a block
   const int64_t bytes = rounded_up((k.end - k.begin) * operand_bytes(operand), kTileBytes);
   const BlockScales scales(args, k.begin, p * kColumns);
+  const int64_t others = (rows.end - rows.begin - 1) / (2 * kTileRows);
+  const int64_t share = next != nullptr && others > 0 ? rounded_up((kStepBytes + others - 1) / others, 64) : 0;
   for (int64_t r = rows.begin; r < rows.end; r += 2 * kTileRows, totals += 2 * kTileRows * kColumns) {
     const int count = static_cast<int>(rows.end - r < 2 * kTileRows ? rows.end - r : 2 * kTileRows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     shapes.set(count);
     if (args.group) {  // each block has scales of its own
       alignas(64) float sums[2 * kTileRows * kColumns];
-      add_tiles<Operand::pairs, false>(count, from, x.bytes, weights, bytes, true, sums);
+      add_tiles<Operand::pairs>(count, from, x.bytes, weights, bytes, true, sums);
       for (int i = 0; i < count; ++i) {
         add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), totals + i * kColumns);
       }
     } else {
-      const auto add = operand == Operand::pairs ? r == rows.begin ? add_tiles<Operand::pairs, true> : add_tiles<Operand::pairs, false>
-                       : r == rows.begin         ? add_tiles<Operand::quads, true>
-                                                 : add_tiles<Operand::quads, false>;
-      add(count, from, x.bytes, weights, bytes, k.begin == 0, totals, kColumns * 4);
+      Fetch fetch{next, share};
+      if (r == rows.begin) {
+        fetch = {weights + 2 * kStepBytes, fetched ? 0 : kStepBytes};
+      } else if (share > 0) {
+        next += bytes / kTileBytes * share;
+      }
+      const auto add = operand == Operand::pairs ? add_tiles<Operand::pairs> : add_tiles<Operand::quads>;
+      add(count, from, x.bytes, weights, bytes, k.begin == 0, totals, kColumns * 4, fetch);
     }
   }
 }
@@ -1139,16 +1193,17 @@ static void add_panel_group(const LinearArgs& args, const Rows& x, Range rows, i
   }
 }
 
-// The sums of one panel for `rows` of x, into totals[rows][kColumns] of that panel.
-static void add_panel_block(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k, float* totals,
-                            TileShapes& shapes) {
+// The sums of one panel for `rows` of x, into totals[rows][kColumns] of that panel. `next`: the block that follows, or null.
+static void add_panel_block(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k, bool fetched,
+                            const uint8_t* next, float* totals, TileShapes& shapes) {
   alignas(64) uint8_t buffer[kBlock * kColumns * 4];
   alignas(64) float sums[kRows * kColumns];
   const uint8_t* panel = static_cast<const uint8_t*>(args.weight) + p * panel_stride(args.weight_type, args.k);
-  const void* weights = block(args, operand, panel, p * kColumns, k.begin, k.end - k.begin, buffer);
   const int64_t count = rows.end - rows.begin;
+  const bool in_place = args.weight_type == args.x_type && (operand != Operand::float32 || count <= kWidenedRows);
+  const void* weights = block(args, operand, in_place, panel, p * kColumns, k.begin, k.end - k.begin, buffer);
   if (by_tiles(args, operand)) {
-    return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), totals, shapes);
+    return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), fetched, next, totals, shapes);
   }
   if (operand == Operand::groups) return add_panel_group(args, x, rows, p, k, static_cast<const uint8_t*>(weights), totals);
   const BlockScales scales(args, k.begin, p * kColumns);
@@ -1156,11 +1211,32 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
-    tile<kRows>(operand, left, from, x.bytes / operand_bytes(operand), weights, k.end - k.begin, sums);
-    for (int i = 0; i < left; ++i) {
-      float* to = totals + (r - rows.begin + i) * kColumns;
-      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), to);
+    float* to = totals + (r - rows.begin) * kColumns;
+    const bool adds = operand == Operand::float32 && !args.group;  // to the totals by itself
+    tile<kRows>(operand, in_place ? args.weight_type : Type::float32, left, from, x.bytes / operand_bytes(operand), weights,
+                k.end - k.begin, adds ? to : sums, !adds || k.begin == 0);
+    for (int i = 0; i < left && !adds; ++i) {
+      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), to + i * kColumns);
     }
+  }
+}
+
+// add_panel_block for R rows or fewer and the panels, P at once: the sums of one panel alone would wait for each other.
+template <int R, int P>
+static void add_few_rows(const LinearArgs& args, const Rows& x, Range rows, Range panels, Range k, float (*totals)[kTotals]) {
+  const int64_t count = rows.end - rows.begin, stride = panel_stride(args.weight_type, args.k);
+  const int64_t size = args.weight_type == Type::float32 ? 4 : 2;
+  if constexpr (R > 1) {
+    if (count < R) return add_few_rows<R - 1, panels_at_once(R - 1)>(args, x, rows, panels, k, totals);
+  }
+  const auto* from = static_cast<const float*>(static_cast<const void*>(x.data + rows.begin * x.bytes)) + k.begin;
+  for (; panels.begin + P <= panels.end; panels.begin += P, totals += P) {
+    const uint8_t* panel = static_cast<const uint8_t*>(args.weight) + panels.begin * stride + k.begin * kColumns * size;
+    tile_of_floats<R, P>(args.weight_type, from, x.bytes / 4, panel, stride / size, k.end - k.begin, k.begin == 0,
+                         totals[0], kTotals);
+  }
+  if constexpr (P > 1) {
+    if (panels.begin < panels.end) add_few_rows<R, P / 2>(args, x, rows, panels, k, totals);
   }
 }
 
@@ -1187,20 +1263,34 @@ static void finish_panel(const LinearArgs& args, Operand operand, const Rows& x,
   }
 }
 
-// With few rows, panel by panel: weights are read in the order in which they lie. With many, block by block of k for all panels:
-// the block of x stays in a cache meanwhile.
+// With few rows, panel by panel or some side by side: weights are read in the order in which they lie. With many, block by block of
+// k for all panels: the block of x stays in a cache meanwhile.
 static void compute_item(const LinearArgs& args, Operand operand, const Rows& x, Range rows, Range panels) {
-  alignas(64) float totals[kItemPanels][kItemRows * kColumns];
+  alignas(64) float totals[kItemPanels][kTotals];
   TileShapes shapes;
   const bool in_place = operand == Operand::quads || args.weight_type == args.x_type;  // no block is converted
   int64_t step = args.group && args.group < kBlock ? args.group : kBlock;
   if (by_tiles(args, operand) && in_place && rows.end - rows.begin <= 2 * kTileRows) step = rounded_up(args.k, kBlock);
-  const int64_t together = rows.end - rows.begin >= kManyRows ? kItemPanels : 1;
+  const int64_t count = rows.end - rows.begin;
+  const bool few = count <= kFewRows && operand == Operand::float32 && args.weight_type == args.x_type;
+  const int64_t together = count >= kManyRows ? kItemPanels : few ? panels_at_once(count) : 1;
+  const bool fetches = by_tiles(args, operand) && in_place && count > 2 * kTileRows;
+  const auto place_of = [&](int64_t p, int64_t k) {
+    const auto* panel = static_cast<const uint8_t*>(args.weight) + p * panel_stride(args.weight_type, args.k);
+    return panel + (operand == Operand::quads ? kColumns * 4 : 0) + k * kColumns * operand_bytes(operand);
+  };
   for (int64_t first = panels.begin; first < panels.end; first += together) {
     const int64_t last = first + together < panels.end ? first + together : panels.end;
     for (int64_t k = 0; k < args.k; k += step) {
+      if (few) {
+        add_few_rows<kFewRows, panels_at_once(kFewRows)>(args, x, rows, {first, last}, {k, k + step < args.k ? k + step : args.k}, totals);
+        continue;
+      }
       for (int64_t p = first; p < last; ++p) {
-        add_panel_block(args, operand, x, rows, p, {k, k + step < args.k ? k + step : args.k}, totals[p - first], shapes);
+        const Range of{k, k + step < args.k ? k + step : args.k};
+        const bool more = p + 1 < last || of.end < args.k;
+        const uint8_t* next = !fetches || !more ? nullptr : p + 1 < last ? place_of(p + 1, k) : place_of(first, of.end);
+        add_panel_block(args, operand, x, rows, p, of, fetches && (p > first || k > 0), next, totals[p - first], shapes);
       }
     }
     for (int64_t p = first; p < last; ++p) finish_panel(args, operand, x, rows, p, totals[p - first]);
@@ -1229,14 +1319,17 @@ static void multiply(const LinearArgs& args) {
   }
   if (group_numbers(args, operand) == 1) sum_rows(args, x.bytes, numbers);
   x.numbers = numbers;
-  const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;
+  const bool tiles = by_tiles(args, operand);
+  const int64_t most_rows = tiles ? kItemTileRows : kItemRows;
+  const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + most_rows - 1) / most_rows;
+  const int64_t part_rows = tiles ? rounded_up((args.rows + parts - 1) / parts, 2 * kTileRows) : kItemRows;
   const int64_t run = num_panels / (kItemsPerThread * args.threads);
   const int64_t together = args.rows >= kManyRows ? kItemPanels : run > 1 ? run : 1;
   const int64_t groups = (num_panels + together - 1) / together;
-  for_items(groups * parts, args.threads, [&, operand, num_panels, parts, together, groups](int64_t item) {
-    const int64_t row = item % parts * kItemRows, group = parts == 1 ? in_streams(item, groups, args.threads) : item / parts;
+  for_items(groups * parts, args.threads, [&, operand, num_panels, parts, part_rows, together, groups](int64_t item) {
+    const int64_t row = item / groups * part_rows, group = parts == 1 ? in_streams(item, groups, args.threads) : item % groups;
     const int64_t panel = group * together;
-    const Range rows{row, row + kItemRows < args.rows ? row + kItemRows : args.rows};
+    const Range rows{row, row + part_rows < args.rows ? row + part_rows : args.rows};
     compute_item(args, operand, x, rows, {panel, panel + together < num_panels ? panel + together : num_panels});
   });
 }

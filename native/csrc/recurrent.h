@@ -2,8 +2,9 @@
 // a head, and channels are independent.
 namespace recurrent {
 
-// Vectors of a head's columns, as many as registers hold: all of a row of 128, which then comes from memory in one stream.
+// Vectors of a head's columns, as many as registers hold.
 constexpr int kStrip = kLanes == 16 ? 8 : 4;
+constexpr int64_t kMostDense = 8192;  // floats of a strip that are copied: 32 KiB
 constexpr int64_t kItemChannels = 256;  // of a convolution, a multiple of kLanes
 
 template <typename T>
@@ -28,21 +29,42 @@ INLINE void scaled(const T* x, int64_t n, bool normalizes, float scale, float* o
   for (; i < n; ++i) out[i] = to_float(x[i]) * scale;
 }
 
-// Columns of one head for all tokens of a chunk: whole vectors, or the first `count` elements of one.
-template <typename T, int kVectors, bool kWhole>
-static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head, int64_t column, int count = kLanes) {
-  const int64_t k_dim = args.k_dim, v_dim = args.v_dim, k_head = head / (args.v_heads / args.k_heads);
+// The state of a head [k_dim, v_dim].
+INLINE float* head_of(const GatedDeltaArgs& args, int64_t chunk, int64_t head) {
   const int64_t each = args.v_heads / args.states.parts;  // heads of a part
-  float* state = part_of<float>(args.states, chunk, head / each) + head % each * k_dim * v_dim + column;
-  float query[kMostKeyDim], key[kMostKeyDim];
+  return part_of<float>(args.states, chunk, head / each) + head % each * args.k_dim * args.v_dim;
+}
+
+// Columns of one head for all tokens of a chunk: whole vectors, or the first `count` elements of one. While the first token is
+// computed, which waits for memory, as large a part of `next` is fetched, the state that this thread computes next, or null. For
+// several tokens the columns are copied to where they are dense: the rows of a state share few places in a cache.
+template <typename T, int kVectors, bool kWhole>
+static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head, int64_t column, const float* next,
+                        int count = kLanes) {
+  const int64_t k_dim = args.k_dim, v_dim = args.v_dim, k_head = head / (args.v_heads / args.k_heads);
+  const int64_t first = args.states.starts[chunk], end = first + args.states.lengths[chunk];
+  if (first == end) return;
+  float query[kMostKeyDim], key[kMostKeyDim], dense[kMostDense];
   const auto get = [count](const auto* from) { return kWhole ? load(from) : load_some(from, count); };
   const auto put = [count](auto* to, Vec v) { kWhole ? store(to, v) : store_some(to, v, count); };
-  const int64_t first = args.states.starts[chunk], end = first + args.states.lengths[chunk];
-  if (first < end && args.states.continues[chunk] == 0) {
+  float* const place = head_of(args, chunk, head) + column;
+  const bool copies = end - first > 1 && k_dim * kVectors * kLanes <= kMostDense;
+  float* const state = copies ? dense : place;
+  const int64_t stride = copies ? kVectors * kLanes : v_dim;
+  const bool continues = args.states.continues[chunk] != 0;
+  if (copies || !continues) {
     for (int64_t i = 0; i < k_dim; ++i) {
-      for (int v = 0; v < kVectors; ++v) put(state + i * v_dim + v * kLanes, Vec{});
+      for (int v = 0; v < kVectors; ++v) {
+        put(state + i * stride + v * kLanes, continues ? get(place + i * v_dim + v * kLanes) : Vec{});
+      }
     }
   }
+  const char* ahead = reinterpret_cast<const char*>(next == nullptr ? nullptr : next + column * k_dim);
+  const auto fetch = [&ahead] {  // for a row, each of which is read twice
+    if (ahead == nullptr) return;
+    for (int byte = 0; byte < kVectors * kLanes * 2; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+    ahead += kVectors * kLanes * 2;
+  };
   for (int64_t token = first; token < end; ++token) {
     scaled(static_cast<const T*>(args.q) + token * args.q_stride + k_head * k_dim, k_dim, args.normalizes, args.scale, query);
     scaled(static_cast<const T*>(args.k) + token * args.k_stride + k_head * k_dim, k_dim, args.normalizes, 1.f, key);
@@ -52,9 +74,10 @@ static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head,
     Vec by_key[kVectors] = {}, by_query[kVectors] = {}, delta[kVectors];
     float both = 0.f;
     for (int64_t i = 0; i < k_dim; ++i) {
+      fetch();
       both = query[i] * key[i] + both;
       for (int v = 0; v < kVectors; ++v) {
-        const Vec row = get(state + i * v_dim + v * kLanes);
+        const Vec row = get(state + i * stride + v * kLanes);
         by_key[v] = row * key[i] + by_key[v];
         by_query[v] = row * query[i] + by_query[v];
       }
@@ -65,23 +88,33 @@ static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head,
       put(out + v * kLanes, delta[v] * both + by_query[v] * decay);
     }
     for (int64_t i = 0; i < k_dim; ++i) {
+      fetch();
       for (int v = 0; v < kVectors; ++v) {
-        float* row = state + i * v_dim + v * kLanes;
+        float* row = state + i * stride + v * kLanes;
         put(row, delta[v] * key[i] + get(row) * decay);
       }
     }
+    ahead = nullptr;
+  }
+  for (int64_t i = 0; copies && i < k_dim; ++i) {
+    for (int v = 0; v < kVectors; ++v) put(place + i * v_dim + v * kLanes, get(state + i * stride + v * kLanes));
   }
 }
 
+// An item is a head, which lies in memory in one piece; or a strip of one, where there are few heads for each thread.
 template <typename T>
 static void delta_of(const GatedDeltaArgs& args) {
-  const int64_t width = kStrip * kLanes, strips = (args.v_dim + width - 1) / width;
-  for_items(args.states.chunks * args.v_heads * strips, args.threads, [&, width, strips](int64_t item) {
-    const int64_t head = item / strips % args.v_heads, chunk = item / strips / args.v_heads;
-    int64_t column = item % strips * width;
-    if (column + width <= args.v_dim) return delta_strip<T, kStrip, true>(args, chunk, head, column);
-    for (; column + kLanes <= args.v_dim; column += kLanes) delta_strip<T, 1, true>(args, chunk, head, column);
-    if (column < args.v_dim) delta_strip<T, 1, false>(args, chunk, head, column, static_cast<int>(args.v_dim - column));
+  const int64_t width = kStrip * kLanes, strips = (args.v_dim + width - 1) / width, heads = args.states.chunks * args.v_heads;
+  const int64_t each = heads >= 4 * args.threads ? strips : 1;
+  for_items(heads * strips / each, args.threads, [&, width, strips, heads, each](int64_t item) {
+    const int64_t head = item * each / strips, then = item + args.threads;
+    const int64_t chunk = head / args.v_heads, of_chunk = head % args.v_heads;
+    const float* next = each == strips && then < heads ? head_of(args, then / args.v_heads, then % args.v_heads) : nullptr;
+    const int64_t begin = item * each % strips * width, end = begin + each * width < args.v_dim ? begin + each * width : args.v_dim;
+    int64_t column = begin;
+    for (; column + width <= end; column += width) delta_strip<T, kStrip, true>(args, chunk, of_chunk, column, next);
+    for (; column + kLanes <= end; column += kLanes) delta_strip<T, 1, true>(args, chunk, of_chunk, column, next);
+    if (column < end) delta_strip<T, 1, false>(args, chunk, of_chunk, column, next, static_cast<int>(end - column));
   });
 }
 

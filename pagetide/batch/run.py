@@ -22,10 +22,9 @@ from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.loading.weight_files import find_weights
 from ..engine.requests.progress import Bar
-from ..engine.text.chat_template import options_from_data, tool_template
-from ..engine.text.detokenizer import special_tokens
+from ..engine.text.chat_template import options_from_data
 from ..serve import add_fleet, check_libraries
-from ..server.engine_outputs import prompt_end, response_template
+from ..server.engine_outputs import prompt_end, tokenizer_facts
 from ..server.response_templates import choose_template
 from .config import STDIN, RunConfig, add_run_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
@@ -275,13 +274,14 @@ class _RunState:
         return [*entries, *self._saved.values()]
 
     def _serve(self, llm: LLM | SyncFleet) -> None:
+        facts = tokenizer_facts(llm.tokenizer)
         recorder = ResultBuilder(
             self._config.output,
             self._config.model,
             self._survey.sha256[:12],
             _token_bytes(llm),
-            choose_template(tool_template(llm.tokenizer), response_template(llm.tokenizer)),
-            () if llm.tokenizer is None else special_tokens(llm.tokenizer),
+            choose_template(facts["chat_template"], facts["response_template"]),
+            facts["special_tokens"],
             partial(prompt_end, llm.tokenizer),
         )
         held: list[Record] = []  # failed lines since the last that did not fail

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.units import MIB
+from ..monitor.sources.process_facts import resident_bytes
 from ..pressure import ExternalProcess, PrivateDevice
 from .display import Show, open_display, print_result
 from .engines import SAMPLE_S, DemoEngine, DemoRequest, start_with_room, while_looking
@@ -87,11 +88,9 @@ class Visitor:
     def __init__(self, device: PrivateDevice, external: ExternalProcess, piece_bytes: int, piece_s: float) -> None:
         self.pieces = 0  # that the external process took
         self.refused = 0  # attempts at a piece that did not fit
-        self.worst_wait_s = 0.0  # for a piece that did not fit at once
         self._device, self._external = device, external
         self._piece_bytes, self._piece_s = piece_bytes, piece_s
         self._next_s = 0.0
-        self._waits_since: float | None = None
 
     def advance(self, at_s: float, wanted_bytes: int) -> None:
         """Take or return the next piece on the way to `wanted_bytes`, if it is time."""
@@ -101,16 +100,11 @@ class Visitor:
         self._next_s = at_s + self._piece_s
         if wanted_bytes < held:
             self._external.hold(max(wanted_bytes, held - self._piece_bytes))
-            self._waits_since = None
         elif self._device.free_bytes() >= (piece := min(self._piece_bytes, wanted_bytes - held)):
             self._external.hold(held + piece)
             self.pieces += 1
-            if self._waits_since is not None:
-                self.worst_wait_s = max(self.worst_wait_s, at_s - self._waits_since)
-            self._waits_since = None
         else:
             self.refused += 1  # what a driver would answer
-            self._waits_since = at_s if self._waits_since is None else self._waits_since
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,9 +390,6 @@ def _now(recalled: Sequence[int], holding: Holding, counts: Sequence[Counts]) ->
 
 
 def _resident(pid: int) -> int:
-    import psutil
-
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error as error:
-        raise ChildProcessError(f"process {pid} has ended") from error
+    if (num_bytes := resident_bytes(pid)) is None:
+        raise ChildProcessError(f"process {pid} has ended")
+    return num_bytes

@@ -14,7 +14,7 @@ from ..engine.loading.generation import ModelDefaults
 from ..engine.requests.outputs import RequestOutput
 from ..engine.streamers import generate_into
 from ..engine.text.chat_template import within_bounds
-from ..scheduler.errors import RequestRejected
+from ..scheduler.request import RequestRejected
 from .arguments import Arguments, note
 from .inputs import Conversation, Prompt
 

@@ -71,6 +71,8 @@ class TestCudaArena(ArenaContract):
 class Counting:
     """A lease that grants everything, and finds what is not counted: `check` runs before each call of the driver."""
 
+    recall = None
+
     def __init__(self, driver: FakeCudaDriver) -> None:
         self.driver, self.lower, self.upper, self.wrong = driver, 0, 0, list[str]()
 

@@ -65,7 +65,7 @@ async def test_a_lease_is_granted_asked_recalled_and_released(bench: Bench) -> N
 @on_a_bench()
 async def test_the_view_tells_all_there_is(bench: Bench) -> None:
     a = await bench.engine("a", 100, 700, weight=2.5, priority=3, granule_bytes=50)
-    await a.say(wire.AskMessage(500, 60_000), wire.ReportMessage({"weights": 80, "kv": 20}, 6, 4))
+    await a.say(wire.AskMessage(500, 60_000), wire.ReportMessage({"weights": 80, "kv": 20}, 6, 4, 2))
     writer = LeaseRecordWriter(os.dup(a.fd))
     writer.set(100, 200)
     await bench.tick()
@@ -75,7 +75,7 @@ async def test_the_view_tells_all_there_is(bench: Bench) -> None:
         wire.LeaseView(
             a.lease_id, "a", os.getpid(), pwd.getpwuid(os.getuid()).pw_name, DEVICE, 100, 700, 2.5, 3,
             granted_bytes=500, held_bytes=200, held={"weights": 80, "kv": 20}, free_bytes=10, asked_bytes=500,
-            state="ok", recall_target_bytes=None, recall_age_ms=None, kept_bytes=4,
+            state="ok", recall_target_bytes=None, recall_age_ms=None, kept_bytes=4, num_waiting=2,
         ),
     )  # fmt: skip
     (device,) = bench.broker.devices()
@@ -756,3 +756,22 @@ def test_a_fault_in_a_tick_does_not_end_the_broker(folder: Path, caplog: pytest.
         numbers.faulty = False
         assert len(BrokerClient(folder / "broker").leases()) == 1
         channel.close()
+
+
+@on_a_bench()
+async def test_the_view_tells_how_long_requests_have_waited_for_memory_that_is_not_granted(bench: Bench) -> None:
+    a = await bench.engine("a", 100)
+    await a.say(wire.AskMessage(2000, 60_000, 400))
+    await bench.tick(0.5)
+    assert view(bench, "a").lacking_ms == 500, "it lacks memory since it asked"
+    await a.say(wire.AskMessage(2000, 60_000, 400))
+    await bench.tick(0.2)
+    assert view(bench, "a").lacking_ms == 600, "its oldest request is another one"
+    await a.say(wire.AskMessage(view(bench, "a").granted_bytes + 9, 60_000, 400))
+    await bench.tick(0.2)
+    assert view(bench, "a").lacking_ms is None, "grants are whole granules"
+    await a.say(wire.ReleaseMessage())
+    b = await bench.engine("b", 10, 50)
+    await b.say(wire.AskMessage(2000, 60_000, 400))
+    await bench.tick(0.5)
+    assert (view(bench, "b").granted_bytes, view(bench, "b").lacking_ms) == (50, None), "it may not have more"

@@ -124,6 +124,16 @@ class Device:
         return {lease_id: lease.granted_bytes for lease_id, lease in self.account.state.leases.items()}
 
 
+def test_what_was_given_back_since_a_report_is_not_free_any_more() -> None:
+    """Free memory went first, then what held prefixes."""
+    device = Device().lease(1, low=100, held=900)
+    lease = device.account.state.leases[1]
+    device.account.report(1, 200, 300, device.now_ns)
+    for held, free, kept in ((800, 100, 300), (650, 0, 250), (650, 0, 250), (100, 0, 0)):
+        device.unmap(1, held)
+        assert (lease.free_bytes, lease.kept_bytes, lease.in_use_bytes) == (free, kept, min(held, 400)), held
+
+
 def test_minimums_beyond_the_capacity_are_refused_with_both_numbers() -> None:
     device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20)).lease(1, low=700 << 20)
     with pytest.raises(MinimumsExceedCapacity) as refusal:
@@ -249,13 +259,38 @@ def test_waiting_for_memory_begins_anew_after_a_pause(pause: Callable[[Device], 
     assert device.tick(ms=0) == [Recall(1, 440, 1.0, for_growth=True)]
 
 
-def test_the_oldest_request_is_served_first_and_those_as_old_share() -> None:
-    for waited, granted in (((1.0, 2.0), {1: 100, 2: 780}), ((2.0, 1.0), {1: 780, 2: 100}), ((1.0, 1.0), {1: 440, 2: 440})):
-        device = holding(100, 100)
-        for lease_id, waited_s in enumerate(waited, 1):
-            device.ask_now(lease_id, 780, waited_s=waited_s)
-        device.obey(device.settle())
-        assert device.grants() == granted, waited
+@pytest.mark.parametrize(
+    ("asked", "waited", "keep", "granted"),
+    [
+        ((780, 780), (1.0, 2.0), 0, (440, 440, 0)),
+        ((200, 780), (1.0, 2.0), 0, (200, 680, 0)),
+        ((780, 780), (1.0, 2.0), 880, (300, 580, 0)),
+        ((780, 780), (2.0, 1.0), 880, (580, 300, 0)),
+        ((780, 780), (1.0, 1.0), 880, (440, 440, 0)),
+    ],
+    ids=["a share each", "what one leaves of it", "the older beyond it", "whichever that is", "those as old share"],
+)
+def test_requests_have_a_fair_share_and_beyond_it_those_that_have_waited_longest_go_first(
+    asked: tuple[int, int], waited: tuple[float, float], keep: int, granted: tuple[int, int, int]
+) -> None:
+    """`keep`: what a third engine would keep for prefixes. It has a fair share too, and takes none from requests."""
+    device = holding(100, 100, 0)
+    for lease_id in (1, 2):
+        device.ask_now(lease_id, asked[lease_id - 1], waited_s=waited[lease_id - 1])
+    device.ask_now(3, 0, keep=keep)
+    device.obey(device.settle())
+    assert tuple(device.grants().values()) == granted
+
+
+def test_a_new_request_within_its_fair_share_goes_before_older_ones_of_a_full_engine() -> None:
+    """Such as one with a queue: what running requests leave there goes to the engine that has less."""
+    device = holding(640, 100)
+    device.ask_now(1, 800, waited_s=9.0)
+    device.ask_now(2, 300)
+    device.run(1)
+    assert device.grants() == {1: 640, 2: 240}, "no memory in use is taken"
+    device.account.report(1, 100, 0, device.now_ns)
+    assert device.tick() == [Recall(1, 580, 1.0, for_growth=True, spares_requests=True)]
 
 
 def test_prefixes_keep_a_fair_share_and_what_is_above_it_goes_to_requests() -> None:
@@ -267,6 +302,23 @@ def test_prefixes_keep_a_fair_share_and_what_is_above_it_goes_to_requests() -> N
     device.keep(1, 440)
     device.ask_now(2, 600)
     assert device.tick() == []
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "keep", "target"),
+    [
+        ((440, 440), 600, 0, 280),  # for requests, within its fair share too
+        ((440, 440), 440, 800, None),  # for what the other engine would keep, not within it
+        ((640, 240), 240, 800, 440),  # but beyond it
+    ],
+)
+def test_prefixes_that_are_little_reused_yield_to_requests_and_keep_a_fair_share_beside_other_prefixes(
+    held: tuple[int, int], asked: int, keep: int, target: int | None
+) -> None:
+    device = holding(*held)
+    device.account.report(1, 0, held[0] - 100, device.now_ns, reused=False)
+    device.ask_now(2, asked, keep=keep)
+    assert device.tick() == ([] if target is None else [Recall(1, target, 1.0, for_growth=True, spares_requests=True)])
 
 
 def test_prefixes_take_what_no_request_needs_and_share_it() -> None:

@@ -26,7 +26,7 @@ RECORDED = [
         '{"type":"register","name":"demo-71","device_uuid":"HOST-1","min_bytes":752374784,"max_bytes":9424291'
         '84,"weight":1.0,"priority":0,"granule_bytes":6553600,"held_bytes":443682816}'
     ),
-    '{"type":"report","held":{"weights":31998976,"other":531237888},"free_bytes":0,"kept_bytes":13107200}',
+    '{"type":"report","held":{"weights":31998976,"other":531237888},"free_bytes":0,"kept_bytes":13107200,"num_waiting":3,"reused":true}',
     '{"type":"lower_min","min_bytes":663543808}',
     '{"type":"unmapped","held_bytes":742187008,"generation":[39528,1]}',
     '{"type":"ask","target_bytes":722526208,"expires_ms":1000,"waiting_ms":250,"keep_bytes":735633408}',
@@ -48,7 +48,8 @@ RECORDED = [
         '{"type":"lease_view","lease_id":1,"name":"demo-71","pid":71,"user":"root","device_uuid":"HOST-1","mi'
         'n_bytes":663543808,"max_bytes":942429184,"weight":1.0,"priority":0,"granted_bytes":853598208,"held_b'
         'ytes":794615808,"held":{"weights":31998976,"other":611884032,"kv":150732800},"free_bytes":6553600,"a'
-        'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null,"kept_bytes":6553600}'
+        'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null,"kept_bytes":6553600,'
+        '"num_waiting":3,"lacking_ms":250}'
     ),
     '{"type":"done"}',
     '{"type":"recall","lease_id":1,"generation":[39528,12],"target_bytes":763158528,"deadline_ms":1000,"spares_requests":true}',
@@ -83,7 +84,7 @@ def payload(**content: Any) -> bytes:
 def test_there_is_a_recorded_frame_of_every_kind() -> None:
     assert {json.loads(text)["type"] for text in RECORDED} == set(wire._KINDS)
     assert {type(message) for message in SAMPLES} == {*get_args(wire.FromClient), *get_args(wire.FromBroker)}
-    assert wire.PROTOCOL == 6
+    assert wire.PROTOCOL == 8
 
 
 def test_a_recorded_frame_is_read_and_would_be_sent_the_same() -> None:
@@ -124,6 +125,7 @@ def test_a_length_beyond_the_bound_is_refused_before_a_byte_of_it_came(length: i
 
 
 ASK = {"type": "ask", "target_bytes": 5, "expires_ms": 100, "waiting_ms": 0, "keep_bytes": 0}
+REPORT = {"type": "report", "held": {}, "free_bytes": 0, "kept_bytes": 0, "num_waiting": 0, "reused": True}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ ASK = {"type": "ask", "target_bytes": 5, "expires_ms": 100, "waiting_ms": 0, "ke
         (payload(type=["ask"]), "the type of a frame must be one of"),
         (payload(type="asks"), "the type of a frame must be one of"),
         (payload(**ASK, more=1), r"ask has \['more'\] too many and lacks nothing"),
-        (payload(**ASK | {"type": "report"}), r"lacks \['free_bytes', 'held', 'kept_bytes'\]"),
+        (payload(**ASK | {"type": "report"}), r"lacks \['free_bytes', 'held', 'kept_bytes', 'num_waiting', 'reused'\]"),
         (payload(**ASK | {"target_bytes": -1}), r"ask.target_bytes must be a whole number between 0 and \d+, got -1"),
         (payload(**ASK | {"target_bytes": 2**62 + 1}), "ask.target_bytes must be"),
         (payload(**ASK | {"target_bytes": 1.0}), "ask.target_bytes must be"),
@@ -154,10 +156,10 @@ ASK = {"type": "ask", "target_bytes": 5, "expires_ms": 100, "waiting_ms": 0, "ke
         (payload(type="set_limit", engine="", max_bytes=1), "set_limit.engine must be a printable text"),
         (payload(type="set_limit", engine="a\nb", max_bytes=1), "set_limit.engine must be a printable text"),
         (payload(type="set_limit", engine="a" * 129, max_bytes=1), "set_limit.engine must be a printable text"),
-        (payload(type="report", held=[], free_bytes=0, kept_bytes=0), "report.held must be an object"),
-        (payload(type="report", held={"kv": -1}, free_bytes=0, kept_bytes=0), "report.held.kv must be"),
-        (payload(type="report", held={"": 1}, free_bytes=0, kept_bytes=0), "a key of report.held must be"),
-        (payload(type="report", held={str(i): 1 for i in range(33)}, free_bytes=0, kept_bytes=0), "at most 8 amounts"),
+        (payload(**REPORT | {"held": []}), "report.held must be an object"),
+        (payload(**REPORT | {"held": {"kv": -1}}), "report.held.kv must be"),
+        (payload(**REPORT | {"held": {"": 1}}), "a key of report.held must be"),
+        (payload(**REPORT | {"held": {str(i): 1 for i in range(33)}}), "at most 8 amounts"),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from pagetide.cache.prefix_index import PrefixIndex
 @pytest.mark.parametrize("variant", [variant for variant in PAIRWISE if "bare" not in variant])
 def test_a_consumer_of_a_schedulers_random_walk_has_the_findable_blocks(variant: str) -> None:
     """Pools that resize, host tiers, windows and failures: the consumer looks after each step."""
-    walk(1, variant, 120, look=EventWatcher())
+    walk(1, variant, 80, look=EventWatcher())
 
 
 def index_with(log: CacheEventLog, num_blocks: int = 64) -> PrefixIndex:

@@ -15,7 +15,7 @@ from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 
-class PromptInput(Lru):
+class CountedVictims(Lru):
     """Takes down how many victims it is asked for."""
 
     def __init__(self, tree: PrefixTree) -> None:
@@ -31,11 +31,11 @@ class Cache(RowCache):
     """Rows begin, compute all their tokens, and end."""
 
     def __init__(self, bound: int | None, usable: int = 40, host_slots: int = 0, **more) -> None:
-        self.policy: PromptInput | None = None
+        self.policy: CountedVictims | None = None
         super().__init__(usable, host_slots, **{"eviction": self._policy, "max_cached_blocks": bound} | more)
 
-    def _policy(self, tree: PrefixTree) -> PromptInput:
-        self.policy = PromptInput(tree)
+    def _policy(self, tree: PrefixTree) -> CountedVictims:
+        self.policy = CountedVictims(tree)
         return self.policy
 
     def found(self, tokens: list[int]) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from pagetide.cache.disk_index import DiskIndex, Records, seal, sound
 from pagetide.cache.layer_groups import LayerGroup, state_group
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.retention import Retention
 
 SIZE, KEY = 4, b"k" * 32
@@ -52,10 +53,10 @@ def test_it_finds_what_a_dict_of_prefixes_finds_and_evicts_to_stay_within_its_pl
 
 
 def test_of_groups_it_finds_what_lists_of_units_find_and_reads_what_was_written_there() -> None:
-    """A window of 9 tokens in two tables, and states in three places, at random blocks of tokens."""
+    """A window of 9 tokens in two tables, and states in three places, at random blocks of tokens, with bytes or without."""
     groups = (LayerGroup(2, window=9), state_group(3))
-    for places in (600, 60):
-        rng, index = np.random.default_rng(places), DiskIndex(SIZE, places, KEY, groups)
+    for places, nodes in ((600, 0), (60, 0), (600, 400), (60, 400), (600, 30)):
+        rng, index = np.random.default_rng(places), DiskIndex(SIZE, places, KEY, groups, nodes)
         at: dict[int, tuple[object, int]] = {}  # by place: the path to the block, and the table
         units: set[tuple[object, int]] = set()
         for turn in range(60):
@@ -79,19 +80,20 @@ def test_of_groups_it_finds_what_lists_of_units_find_and_reads_what_was_written_
             index.check_invariants()
             again = index
             if turn % 10 == 9:
-                again = DiskIndex(SIZE, places, KEY, groups)
+                again = DiskIndex(SIZE, places, KEY, groups, nodes)
                 again.load(index.live_records())
                 again.check_invariants()
                 chain = again.chain(tokens(*path), None)
+                assert len(again.live_records()) == len(sound(again.live_records())) == len(index.live_records())
             have = [[(path[: i + 1], number) in units for i in range(len(path))] for number in (0, 1)]
             good = [
                 n for n in range(len(path) + 1)
                 if not n or (all(have[0][max(0, n * SIZE - 8) // SIZE : n]) and have[1][n - 1])
             ]  # fmt: skip
-            assert len(again.find(chain, 9)) == good[-1] or places < 600
+            assert len(again.find(chain, 9)) == good[-1] or places < 600 or 0 < nodes < 400
             first = int(rng.integers(0, 3))
             upto, to_read = again.to_read(chain, first, len(path), 25)
-            wanted = [(path[: i + 1], 0) for i in range(first, upto)]
+            wanted = [(path[: i + 1], 0) for i in range(first, upto)] if not nodes else []
             begins = [max(first, (upto * SIZE - 8) // SIZE), max(first, upto - 1)]
             for table, begin in zip((1, 2, 3, 4, 5), (begins[0],) * 2 + (begins[1],) * 3, strict=True):
                 wanted += [(path[: i + 1], table) for i in range(begin, upto)]
@@ -100,8 +102,44 @@ def test_of_groups_it_finds_what_lists_of_units_find_and_reads_what_was_written_
         assert index.num_used <= places
 
 
+def save(index: DiskIndex, *path: int) -> int:
+    """Write a chain's blocks, and the state behind it if it is lacking. Returns the places that it takes."""
+    put(index, *path)
+    chain, depths = index.chain(tokens(*path), None), np.array([len(path) - 1])
+    records, _ = index.take_units(chain, 0, depths[index.lack_units(chain, 0, depths)])
+    index.written(seal(records))
+    index.check_invariants()
+    return len(records)
+
+
+@pytest.mark.parametrize(("nodes", "retained", "restarts"), [(0, False, False), (0, True, True), (99, False, True)])
+def test_states_that_later_ones_follow_go_first_and_are_not_written_again(nodes: int, retained: bool, restarts: bool) -> None:
+    """But where prefixes part, and where a hint retains them."""
+    index, ends = DiskIndex(SIZE, 40, KEY, (state_group(4),), nodes), (2, 4, 6, 8)
+    for end in ends:
+        assert save(index, *range(end)) == 4
+    assert save(index, 0, 1, 2, 3, 90, 91) == 4
+    if retained:
+        index.retain(index.chain(tokens(0, 1), None), 2, Retention(1e4), 0.0)
+    for number in range(100, 105):
+        save(index, number) if nodes else put(index, number, -number)
+    assert index.num_used == 40
+    if restarts:
+        records, index = index.live_records(), DiskIndex(SIZE, 40, KEY, (state_group(4),), nodes)
+        index.load(records, 1.0)
+        index.check_invariants()
+    chain = index.chain(tokens(*range(8)), None)
+    for number in (200, 201)[: 1 + (nodes > 0)]:
+        assert save(index, number) == 4
+    gone = {end for end in ends if len(index.find(chain, end)) < end}
+    assert gone == {2, 6} if not retained else (2 not in gone and 6 in gone)
+    assert not index.lack_units(chain, 0, np.array([1, 3, 5])).any()
+
+
 def test_states_are_written_where_they_spare_an_eighth_of_their_size() -> None:
-    index = DiskIndex(SIZE, 90, KEY, (state_group(24),))
+    index = DiskIndex(SIZE, 92, KEY, (state_group(24),))
+    for end in (3, 6):  # prefixes part there
+        put(index, *range(end), 50)
     put(index, *range(9))
     chain = index.chain(tokens(*range(9)), None)
     depths = np.array([1, 2, 4, 5, 8, 9])
@@ -121,7 +159,7 @@ def test_a_block_counts_once_it_is_written_and_not_if_another_has_its_place() ->
     index = DiskIndex(SIZE, 2, KEY)
     first = index.take(index.chain(tokens(1, 2), None), 2)
     assert found(index, 1, 2) == []
-    assert index.num_known(index.chain(tokens(1, 2), None), 2) == 2
+    assert not len(index.take(index.chain(tokens(1, 2), None), 2))
     second = put(index, 3, 4)
     assert set(second["place"].tolist()) == {0, 1}
     index.written(first)
@@ -192,6 +230,18 @@ def test_records_in_any_state_load_as_true_prefixes_or_not_at_all() -> None:
     assert len(sound(written)) == 5
 
 
+def test_what_a_chain_has_below_grows_with_it_and_is_of_one_index() -> None:
+    index, other = DiskIndex(SIZE, 8, KEY), DiskIndex(SIZE, 8, KEY[::-1])
+    chain = PrefixHasher(SIZE).chain(tokens(1, 2), b"salt")
+    own = index.below(chain, SIZE)
+    assert own.digests(1).tolist() == index.chain(tokens(1), b"salt").digests(1).tolist()
+    chain.append(tokens(3))
+    assert index.below(chain, 3 * SIZE) is own
+    assert index.below(chain, SIZE) is own
+    assert own.digests(3).tolist() == index.chain(tokens(1, 2, 3), b"salt").digests(3).tolist()
+    assert other.below(chain, 2 * SIZE).digests(2).tolist() == other.chain(tokens(1, 2), b"salt").digests(2).tolist()
+
+
 def test_a_later_record_of_a_place_replaces_the_earlier_and_what_was_behind_it() -> None:
     index, other = DiskIndex(SIZE, 8, KEY), DiskIndex(SIZE, 8, KEY)
     log = np.concatenate([put(index, 1, 2, 3), put(other, 9)])
@@ -200,6 +250,12 @@ def test_a_later_record_of_a_place_replaces_the_earlier_and_what_was_behind_it()
     assert (found(again, 9), found(again, 1, 2, 3)) == ([0], [])
     assert again.num_used == 1
     again.check_invariants()
+    moved = put(again, 5)
+    log = np.concatenate([put(other, 8), moved, moved])
+    log["place"] = [0, 1, 0]
+    again.clear()
+    again.load(seal(log))
+    assert (found(again, 5), again.num_used) == ([0], 1), "of two records of a block the later one counts"
 
 
 def test_another_key_or_salt_finds_nothing_and_records_name_no_salt() -> None:

@@ -16,86 +16,86 @@ def ids(*values: int) -> np.ndarray:
 
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
-    demotion = HostOffloadPolicy(10, 10)
-    assert demotion.chances == (1 / 2, 2 / 3)
-    demotion.registered(ids(1, 2, 3), NONE)
-    demotion.found(ids(2))
+    policy = HostOffloadPolicy(10, 10)
+    assert policy.chances == (1 / 2, 2 / 3)
+    policy.registered(ids(1, 2, 3), NONE)
+    policy.found(ids(2))
     for least, expected in (0.49, [1, 1, 1]), (0.5, [0, 1, 0]), (0.66, [0, 1, 0]), (0.67, [0, 0, 0]), (1.0, [0, 0, 0]):
-        assert demotion.worth(ids(1, 2, 3), least).tolist() == expected
+        assert policy.worth(ids(1, 2, 3), least).tolist() == expected
 
 
 def test_what_lies_there_while_the_tier_is_taken_once_is_lost() -> None:
-    demotion = HostOffloadPolicy(20, 10)
-    demotion.registered(ids(*range(1, 11)), NONE)
-    demotion.taking(2, 10)
-    demotion.demoted(ids(1, 2), ids(1, 2))
-    assert demotion.chances[0] == 1 / 2, "nothing was taken since"
-    demotion.taking(5, 10)
-    demotion.demoted(ids(3, 4, 5, 6, 7), ids(3, 4, 5, 6, 7))
-    assert demotion.chances[0] == pytest.approx(1 / (2 + 2 * 5 / 10))
-    demotion.taking(5, 10)
-    demotion.forgotten(ids(1, 2))
-    assert demotion.chances[0] == pytest.approx(1 / (2 + 2 + 5 * 5 / 10)), "two are lost, and half of each of five"
+    policy = HostOffloadPolicy(20, 10)
+    policy.registered(ids(*range(1, 11)), NONE)
+    policy.taking(2, 10)
+    policy.demoted(ids(1, 2), ids(1, 2))
+    assert policy.chances[0] == 1 / 2, "nothing was taken since"
+    policy.taking(5, 10)
+    policy.demoted(ids(3, 4, 5, 6, 7), ids(3, 4, 5, 6, 7))
+    assert policy.chances[0] == pytest.approx(1 / (2 + 2 * 5 / 10))
+    policy.taking(5, 10)
+    policy.forgotten(ids(1, 2))
+    assert policy.chances[0] == pytest.approx(1 / (2 + 2 + 5 * 5 / 10)), "two are lost, and half of each of five"
 
 
 def test_what_comes_back_is_won_and_is_found_from_then_on() -> None:
-    demotion = HostOffloadPolicy(20, 10)
-    demotion.registered(ids(1, 2), NONE)
-    demotion.demoted(ids(1, 2), ids(5, 6))
-    demotion.returned(ids(5), ids(9))
-    demotion.found(ids(9))
-    assert demotion.chances[0] == 2 / 3
-    demotion.forgotten(ids(6))
-    assert demotion.chances[0] == 2 / 3, "it was not there for long enough to be lost"
-    demotion.demoted(ids(9), ids(7))
-    demotion.returned(ids(7), ids(3))
-    assert demotion.chances == (2 / 3, 3 / 4), "a block that had been found"
+    policy = HostOffloadPolicy(20, 10)
+    policy.registered(ids(1, 2), NONE)
+    policy.demoted(ids(1, 2), ids(5, 6))
+    policy.returned(ids(5), ids(9))
+    policy.found(ids(9))
+    assert policy.chances[0] == 2 / 3
+    policy.forgotten(ids(6))
+    assert policy.chances[0] == 2 / 3, "it was not there for long enough to be lost"
+    policy.demoted(ids(9), ids(7))
+    policy.returned(ids(7), ids(3))
+    assert policy.chances == (2 / 3, 3 / 4), "a block that had been found"
 
 
-def live(demotion: HostOffloadPolicy, block: int, num: int, wanted: bool) -> None:
+def live(policy: HostOffloadPolicy, block: int, num: int, wanted: bool) -> None:
     """`num` times `block` goes to a tier of one slot, and comes back or makes room."""
     for _ in range(num):
-        demotion.demoted(ids(block), ids(1))
+        policy.demoted(ids(block), ids(1))
         if wanted:
-            demotion.returned(ids(1), ids(block))
+            policy.returned(ids(1), ids(block))
         else:
-            demotion.taking(1, 1)
-            demotion.forgotten(ids(1))
+            policy.taking(1, 1)
+            policy.forgotten(ids(1))
 
 
 def test_what_was_found_is_no_less_likely_than_what_was_not() -> None:
-    demotion = HostOffloadPolicy(3, 1)
-    demotion.registered(ids(1, 2), NONE)
-    demotion.found(ids(1))
-    live(demotion, 1, 9, wanted=False)
-    assert demotion.chances == (1 / 2, 1 / 2)
-    live(demotion, 2, 8, wanted=True)
-    assert demotion.chances == (9 / 10, 9 / 10)
+    policy = HostOffloadPolicy(3, 1)
+    policy.registered(ids(1, 2), NONE)
+    policy.found(ids(1))
+    live(policy, 1, 9, wanted=False)
+    assert policy.chances == (1 / 2, 1 / 2)
+    live(policy, 2, 8, wanted=True)
+    assert policy.chances == (9 / 10, 9 / 10)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_change_of_load_is_noticed(first: bool) -> None:
     """However long it was otherwise, a few thousand blocks tell."""
-    demotion = HostOffloadPolicy(2, 1)
-    live(demotion, 1, 5_000, wanted=first)
-    before = demotion.chances[0]
-    live(demotion, 1, 2 * RECENT_BLOCKS, wanted=not first)
-    after = demotion.chances[0]
+    policy = HostOffloadPolicy(2, 1)
+    live(policy, 1, 5_000, wanted=first)
+    before = policy.chances[0]
+    live(policy, 1, 2 * RECENT_BLOCKS, wanted=not first)
+    after = policy.chances[0]
     assert (before > 0.99 and after < 0.2) if first else (before < 0.01 and after > 0.8)
 
 
 def test_a_small_share_is_sampled_however_unlikely() -> None:
-    demotion = HostOffloadPolicy(SAMPLED_ROWS * 4, 8)
+    policy = HostOffloadPolicy(SAMPLED_ROWS * 4, 8)
     chosen = []
     for row in range(2 * SAMPLED_ROWS):
         blocks = ids(2 * row % 64 + 1, 2 * row % 64 + 2)
-        demotion.registered(blocks, NONE)
-        for _ in demotion.sample(1):
-            demotion.left(blocks)
-        chosen.append(demotion.worth(blocks, 0.9).tolist())
+        policy.registered(blocks, NONE)
+        for _ in policy.sample(1):
+            policy.left(blocks)
+        chosen.append(policy.worth(blocks, 0.9).tolist())
     assert [i for i, worth in enumerate(chosen) if worth == [True, True]] == [SAMPLED_ROWS - 1, 2 * SAMPLED_ROWS - 1]
     assert sum(map(sum, chosen)) == 4
-    assert not demotion.worth(ids(1), 1.0).any(), "where no copy is worth it nothing is sampled"
+    assert not policy.worth(ids(1), 1.0).any(), "where no copy is worth it nothing is sampled"
 
 
 def test_of_many_rows_at_once_the_same_are_sampled() -> None:
@@ -106,19 +106,19 @@ def test_of_many_rows_at_once_the_same_are_sampled() -> None:
 
 
 def test_wants_are_counted_and_move_along() -> None:
-    demotion = HostOffloadPolicy(20, 10)
-    demotion.registered(ids(1, 2, 3), NONE)
-    demotion.wanted(ids(1, 2), NONE, 1)
-    demotion.wanted(ids(1), NONE, 1)
-    assert demotion.worth(ids(1, 2, 3), 0.9).tolist() == [True, True, False]
-    demotion.demoted(ids(2), ids(4))
-    demotion.moved(ids(1), ids(7))
-    demotion.returned(ids(4), ids(8))
-    demotion.wanted(ids(7), NONE, -1)
-    assert demotion.worth(ids(7, 8), 0.9).tolist() == [True, True], "one of two still waits"
-    demotion.wanted(ids(7, 8), NONE, -1)
-    assert not demotion.worth(ids(7, 8), 0.9).any()
-    assert demotion.chances == (1 / 2, 2 / 3), "of what was sure to be wanted nothing is learned"
+    policy = HostOffloadPolicy(20, 10)
+    policy.registered(ids(1, 2, 3), NONE)
+    policy.wanted(ids(1, 2), NONE, 1)
+    policy.wanted(ids(1), NONE, 1)
+    assert policy.worth(ids(1, 2, 3), 0.9).tolist() == [True, True, False]
+    policy.demoted(ids(2), ids(4))
+    policy.moved(ids(1), ids(7))
+    policy.returned(ids(4), ids(8))
+    policy.wanted(ids(7), NONE, -1)
+    assert policy.worth(ids(7, 8), 0.9).tolist() == [True, True], "one of two still waits"
+    policy.wanted(ids(7, 8), NONE, -1)
+    assert not policy.worth(ids(7, 8), 0.9).any()
+    assert policy.chances == (1 / 2, 2 / 3), "of what was sure to be wanted nothing is learned"
 
 
 class Cache(RowCache):
@@ -183,7 +183,7 @@ def test_an_ancestor_that_is_evicted_takes_along_what_was_worth_it() -> None:
     cache.run(A)
     index = cache.manager.index
     blocks = index.lookup(cache.chain(A), 16).blocks
-    cache.manager.swapping.demotion.wanted(blocks[2:3], NONE, 1)
+    cache.manager.swapping.offload_policy.wanted(blocks[2:3], NONE, 1)
     cache.run(B)
     swaps = cache.manager.host.take_swaps()
     assert swaps is None and cache.manager.host.num_used == 0

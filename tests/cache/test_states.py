@@ -140,15 +140,24 @@ def test_a_pool_with_room_for_one_state_serves_hits_and_the_same_prompt_twice() 
     world.check_empty()
 
 
-def test_a_fork_does_not_share_a_state() -> None:
-    world = World(100, BLOCK, caching=True, groups=GROUPS)
-    prompt = world.prompt(21)
-    world.add("a", prompt, 9)
-    world.add("b", prompt, 9, fork_of="a")
-    world.run()
-    world.check_outputs()
+@pytest.mark.parametrize("caching", [True, False])
+def test_forks_begin_with_the_state_of_their_leader(caching: bool) -> None:
+    """A chunk of the leader ends before the last token of the prompt."""
+    for length in (22, 21, 1):  # 20 tokens are full blocks: the leader gives that state to others
+        world = World(100, BLOCK, caching=caching, groups=GROUPS)
+        prompt = world.prompt(length)
+        for name in "abc":
+            world.add(name, prompt, 9, fork_of=None if name == "a" else "a")
+        world.complete()
+        assert [world.runner.first_starts[name] for name in "abc"] == [0, length - 1, length - 1]
+
+
+def test_a_moved_beam_begins_with_the_state_of_the_other_one() -> None:
+    world = World(200, BLOCK, groups=GROUPS)
+    world.add_family("f", 30, beams=3, max_new=20)
+    world.complete()
     stats = world.scheduler.stats
-    assert stats.forks == 0 and stats.resumed_lookups.hit_tokens == 20, "it finds the state that its leader has kept"
+    assert stats.forks > 5 and stats.computed_tokens <= 30 + 3 * 20, "no token is computed twice"
 
 
 def test_a_pool_shrinks_under_states() -> None:

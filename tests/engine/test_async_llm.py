@@ -9,7 +9,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from async_rig import Ends, Work, is_idle, life, loads, until, works
 from engines import prompts as prompts_of
 from families import VOCAB, tiny
+from nearly import alike
 
 from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, RequestRejected, SamplingParams
 from pagetide.engine import build
@@ -65,15 +65,6 @@ LONG = up_to(480)
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
-
-
-def alike(outputs: list[RequestOutput]) -> list[Any]:
-    """All but the times and ids, and what depends on what ran before."""
-    found = []
-    for output in outputs:
-        completions = tuple(replace(c, timings=None, num_preemptions=0) for c in output.completions)
-        found.append(replace(output, request_id="", num_cached_tokens=0, completions=completions))
-    return found
 
 
 def watch_steps(llm: AsyncLLM, told: Callable[[Any], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cell_oracle import naive_cells
 from fakes import World
 from frame_state import FrameState
 
@@ -23,24 +24,17 @@ from pagetide.engine.requests import engine_thread
 from pagetide.frames import recorder as recorder_module
 from pagetide.frames.recorder import EngineRecorder
 from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts
-from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import RequestRejected
 
 SMALL: dict[str, Any] = {"kv_memory": "2MiB", "max_seqs": 4, "max_model_len": 128, "share": False}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [1, *range(10, 50 + i)], "label": f"req-{i}"} for i in range(6)]
 
 
-def naive_cells(llm: LLM) -> list[int]:
+def cells_of(llm: LLM) -> list[int]:
     """The cell of every block of an engine at rest or between steps, by loops."""
     with llm.locked_engine() as engine:
-        scheduler = engine.core.scheduler
-        pool, (table,) = scheduler.cache.pool, scheduler.cache.tables
-        by_row = {**scheduler.state.by_row, **scheduler.state.finishing}
-        cells = [1 if pool._free[block] else 3 if pool._findable[block] else 0 for block in range(pool.num_blocks)]
-        for row in sorted(by_row, key=lambda row: by_row[row].key, reverse=True):
-            for block in table.of(row).ravel().tolist():
-                cells[block] = 16 + row + (0x8000 if pool._references[block] > 1 else 0)
-        return [5, *cells[1:]]
+        return naive_cells(engine.core.scheduler)
 
 
 def test_frames_of_an_engine_step_by_step() -> None:
@@ -51,7 +45,7 @@ def test_frames_of_an_engine_step_by_step() -> None:
         labels = {}
         for _ in llm.stream(PROMPTS, GREEDY):
             state.apply(llm.frame())
-            assert state.cells.tolist() == naive_cells(llm)
+            assert state.cells.tolist() == cells_of(llm)
             labels |= {entry[1]: entry[2] for entry in state.rows.values()}
             seen |= {cell >> 15 for cell in state.cells.tolist()}
         assert labels == {f"r{i}": f"req-{i}" for i in range(6)}
@@ -70,7 +64,7 @@ def test_the_details_of_a_block() -> None:
     with LLM("demo", **SMALL) as llm:
         stream = llm.stream(PROMPTS[:2], GREEDY)
         next(stream)
-        cells = np.array(naive_cells(llm))
+        cells = np.array(cells_of(llm))
         (shared, *_) = np.flatnonzero(cells >> 15).tolist()
         found = llm.block(shared, text=True)
         assert found["state"] == "live" and found["tokens"] == [0, 16]
@@ -93,7 +87,7 @@ def test_the_details_of_a_block() -> None:
                 llm.block(wrong)  # type: ignore[arg-type]
         stream = llm.stream({"prompt_token_ids": [1, 5, 6, 7]}, GREEDY)
         next(stream)
-        (block,) = np.flatnonzero(np.array(naive_cells(llm)) >= 16).tolist()
+        (block,) = np.flatnonzero(np.array(cells_of(llm)) >= 16).tolist()
         assert llm.block(block)["tokens"] == [0, 4], "what is computed of a partly filled block"
         stream.close()
         for label in (3, "x" * 129, ["a"]):

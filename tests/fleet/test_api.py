@@ -18,7 +18,7 @@ from pagetide.api.arguments import UnknownArgument
 from pagetide.fleet.call import CallOptions
 from pagetide.fleet.links import QueueUnavailable
 from pagetide.fleet.messages import NewRequest, Submission
-from pagetide.scheduler.errors import PromptTooLong
+from pagetide.scheduler.request import PromptTooLong
 from tests.fleet_calls import LONG, PARAMETERS, PROMPTS, check_a_death, check_chunks, check_outputs, plain, talking_engines
 from tests.fleet_rig import FleetRig, IdleRig
 from tests.fleet_stand_ins import until

@@ -13,7 +13,7 @@ from pagetide.fleet import worker as worker_module
 from pagetide.fleet.messages import Assignment, WorkerRefused, decode_record
 from pagetide.fleet.output_log import OutputLog
 from pagetide.fleet.worker import EngineHangs, FleetWorker
-from pagetide.scheduler.errors import NO_TOKEN_LEFT, PromptTooLong, RequestRejected
+from pagetide.scheduler.request import NO_TOKEN_LEFT, PromptTooLong, RequestRejected
 from pagetide.server.messages import Failed, Piece, RequestEnd
 from tests.fleet_stand_ins import FAR_S, MODEL, QueueRig, StandInEngine, UnreliableLink, new_request, outputs_of, until
 

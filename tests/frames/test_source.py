@@ -25,7 +25,7 @@ from pagetide.scheduler.request import Request, Sampling
 @pytest.mark.parametrize("variant", PAIRWISE)
 def test_frames_say_what_the_books_say(variant: str) -> None:
     watcher = Watcher()
-    watcher.check_ends(walk(7, variant, events=80, look=watcher))
+    watcher.check_ends(walk(7, variant, events=40, look=watcher))
 
 
 def test_a_late_reader_reaches_the_same_state_from_any_full_frame() -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from monitors import MonitorProcess
 
 from pagetide import __version__, doctor, machine_report, native
 from pagetide.cli import main
+from pagetide.engine.layers import quantized_linears
 from pagetide.engine.loading.models import user_file
 from pagetide.engine.memory.decode_rate import rates_file
 from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, CheckReport, PartOutcome
@@ -30,7 +32,15 @@ from pagetide.monitor.errors import SourceUnavailable
 from pagetide.monitor.runtime_dir import RuntimeDir
 
 ROOT = Path(__file__).resolve().parents[2]
+PRODUCT_MS, PRODUCT_RATES = cache(quantized_linears.product_ms), cache(quantized_linears.product_rates)
 GPUS = [{"device": f"cuda:{i}", "name": "NVIDIA H200", "capability": "9.0", "total_bytes": 139 << 30} for i in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def rates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are timed once for all tests."""
+    monkeypatch.setattr(quantized_linears, "product_ms", PRODUCT_MS)
+    monkeypatch.setattr(quantized_linears, "product_rates", PRODUCT_RATES)
 
 
 class Checks:

@@ -209,7 +209,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
     reserved |= {"waiting_seconds": 40.5, "queue_place": 1}
     owners = (("container", "4f" * 6, 40), ("user", "ann", 40))
     amounts = {"min": 10, "max": 60, "granted": 44, "spare": 2, "asked": 50, "recall_target": 30}
-    held, states = {"weights": 15, "kv": 22, "other": 3}, ("ok", "recalling", "overdue", "reaping")
+    held, states = {"weights": 15, "kv": 22, "other": 3}, ("ok", "loading", "recalling", "overdue", "reaping")
     assert page == {
         series("vram_monitor_info", version=__version__, source="nvml+host"): 1,
         series("vram_monitor_last_answer_age_seconds"): 0.01,
@@ -226,6 +226,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
         **{series(f"vram_lease_{name}_bytes", **lease): gib * GIB for name, gib in amounts.items()},
         **{series("vram_lease_held_bytes", **lease | {"class": name}): gib * GIB for name, gib in held.items()},
         series("vram_lease_recall_age_seconds", **lease): 0.25,
+        series("vram_lease_waiting_requests", **lease): 0,
         **{series("vram_lease_state", **lease, state=state): float(state == "recalling") for state in states},
         **{series(f"vram_reservation_{name}", **waits): value for name, value in reserved.items()},
         series("vram_process_idle_seconds", **gpu, pid="100"): 12.5,
@@ -344,9 +345,10 @@ def lease_told(states: str, held: tuple[int, int, int], **bytes_: int) -> dict[s
     """What the page says of a lease in these states, which holds weights, KV and other memory; all in GiB."""
     return {
         "vram_lease_info": 1,
+        "vram_lease_waiting_requests": 0,
         **{f"vram_lease_{name}_bytes": gib * GIB for name, gib in bytes_.items()},
         **{f"vram_lease_held_bytes {name}": gib * GIB for name, gib in zip(CLASSES, held, strict=True)},
-        **{f"vram_lease_state {name}": name in states for name in ("ok", "recalling", "overdue", "reaping")},
+        **{f"vram_lease_state {name}": name in states for name in ("ok", "loading", "recalling", "overdue", "reaping")},
     }
 
 
@@ -396,7 +398,10 @@ def test_the_documented_table_is_the_page_and_follows_the_conventions(world: Wor
     world.snapshot = rich_snapshot()
     families = list(parse_text(get(world.port).text))
     assert documented == {one.name: (kind.type, frozenset(one.labels)) for kind in families for one in kind.samples}
-    units = ("bytes", "seconds", "ratio", "celsius", "watts", "bytes_per_second", "info", "up", "stale", "state", "place")
+    units = (
+        "bytes", "seconds", "ratio", "celsius", "watts", "bytes_per_second", "info", "up", "stale", "state", "place",
+        "requests",
+    )  # fmt: skip
     for metric in METRICS:
         assert re.fullmatch(r"vram(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total" if metric.type == "counter" else units), metric.name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.scheduler.errors import DuplicateRequest, RequestRejected
+from pagetide.scheduler.request import DuplicateRequest, RequestRejected
 
 
 def forked(world: World, prompt: int | np.ndarray, n: int, max_new: int = 6, **more) -> None:
@@ -29,10 +29,10 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching: boo
     world = World(64, block_size=4, caching=caching)
     forked(world, 10, n=3)
     plan = world.step() and world.plans[-1]
-    assert [new.request_id for new in plan.admitted] == ["a"], "the others wait for the prompt"
+    assert [new.request_id for new in plan.admitted.values()] == ["a"], "the others wait for the prompt"
     assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 2)
     plan = world.schedule()
-    assert [new.request_id for new in plan.admitted] == ["b", "c"]
+    assert [new.request_id for new in plan.admitted.values()] == ["b", "c"]
     a, b, c = (blocks(world, name) for name in "abc")
     assert a[:2] == b[:2] == c[:2] and len({a[2], b[2], c[2]}) == 3
     assert world.cache.pool.references(np.array(a)).tolist() == [3, 3, 1]

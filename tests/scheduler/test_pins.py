@@ -10,8 +10,7 @@ from fakes import World
 
 from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
-from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.request import Request, RequestRejected, Sampling
 from pagetide.scheduler.scheduler import PIN_WAIT_S
 
 BLOCK = 4
@@ -78,6 +77,24 @@ def test_a_pinned_prefix_outlives_every_load_until_it_is_unpinned(more) -> None:
     world.check_empty()
 
 
+@pytest.mark.parametrize(
+    ("groups", "held", "tokens"),
+    [
+        ((LayerGroup(2), LayerGroup(1, 9)), 2 * 5 + 2, 5), ((LayerGroup(1, 9),), 2, 5),
+        ((LayerGroup(), state_group(2)), 4 + 2, 4), ((state_group(2),), 2, 4),
+    ],
+)  # fmt: skip
+def test_of_windows_and_states_a_pin_holds_what_is_read_behind_it(groups, held: int, tokens: int) -> None:
+    world = World(60, BLOCK, caching=True, max_model_len=40, max_seqs=8, groups=groups)
+    name = pin(world, 1, 5)
+    assert (pins_of(world), world.used) == ((1, held, 0), held)
+    crowd(world)
+    assert found(world, 1, 5) == tokens
+    world.cache.forget(world.cache.pins.references(world.cache.index)[-1:])
+    assert (pins_of(world), world.cache.unpin(name)) == ((0, 0, 1), False)
+    world.check_empty()
+
+
 def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() -> None:
     world = World(24, BLOCK, caching=True, max_model_len=40)
     first = pin(world, 1, 8)
@@ -99,10 +116,15 @@ def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() 
 def test_what_cannot_be_pinned_is_refused() -> None:
     with pytest.raises(RequestRejected, match="leave prefix_caching on"):
         World(24, BLOCK, max_model_len=40).add_request(pin_of("pin", 1, 2))
-    for other in LayerGroup(1, 8), state_group(2):
-        world = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), other))
-        with pytest.raises(RequestRejected, match="layers with windows or states"):
-            world.add_request(pin_of("pin", 1, 2))
+    with pytest.raises(RequestRejected, match="the prefix has 4, of at least 5"):
+        World(24, BLOCK, caching=True, max_model_len=40, groups=(state_group(2),)).add_request(pin_of("pin", 1, 1))
+    world = World(60, BLOCK, caching=True, max_model_len=400, groups=(LayerGroup(1, 9),))
+    most = world.cache.index.capacity // 2 // 90
+    for number in range(most):
+        pin(world, number, 90)
+    assert sum(map(len, world.cache.pins.nodes)) == 90 * most
+    with pytest.raises(RequestRejected, match="at most half of the"):
+        world.add_request(pin_of("pin", most, 90))
 
 
 def test_a_pin_that_has_ended_before_its_prompt_is_computed_holds_nothing() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong
-from pagetide.scheduler.plan import Result
+from pagetide.scheduler.plan import InvalidCallOrder, Result
+from pagetide.scheduler.request import PromptTooLong
 
 
 def elastic(num_extents: int, num_mapped: int | None = None, per: int = 4, **more) -> World:
@@ -381,7 +381,7 @@ def test_blocks_in_flight_are_room_for_a_newcomer(forecast, max_new, gone, new):
     plan = world.schedule()
     counts = world.cache.pool.counts()
     assert (world.cache.pool.usable, counts.in_flight, len(plan.copies.sources)) == (11, 4, 2)
-    assert [new.request_id for new in plan.admitted] == ["new"]
+    assert [new.request_id for new in plan.admitted.values()] == ["new"]
     assert forecast or world.used == 5
     world.finish(plan)
     world.complete(but=gone)

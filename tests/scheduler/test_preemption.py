@@ -30,8 +30,8 @@ def test_length_after_resume(kept: dict, prompt: int) -> None:
     before = len(world.emitted["b"])
     assert (world.waiting_ids, before) == (["b"], 17 - prompt)
     world.run()
-    first, *_, last = [new for plan in world.plans for new in plan.admitted if new.request_id == "b"]
-    assert (first.num_prompt, len(first.token_ids)) == (last.num_prompt, len(first.token_ids)) == (prompt, prompt)
+    first, *_, last = [new for plan in world.plans for new in plan.admitted.values() if new.request_id == "b"]
+    assert len(first.prompt_token_ids) == len(last.prompt_token_ids) == len(first.token_ids) == prompt
     assert len(last.token_ids) == prompt + before, "it comes back with what was sampled"
     end = world.finished["b"]
     assert (end.reason, len(end.token_ids), end.num_preemptions) == ("length", 5, 1)
@@ -104,7 +104,7 @@ def check_step(world: World) -> None:
         lacked = last["tokens"] % world.cache.block_size == 0  # a block itself
         left = counts.free + counts.cached + counts.in_flight
         assert left < last["blocks_won"] + lacked, f"{left} blocks are left: {last['request_id']} need not have gone"
-    seated = [world.requests[new.request_id] for new in plan.admitted]
+    seated = [world.requests[new.request_id] for new in plan.admitted.values()]
     back = [r.arrival for r in seated if r.request_id in before and not r.priority]
     assert back == sorted(back), "a younger one came back first"
     for name in before.intersection(world.waiting_ids):

@@ -11,8 +11,8 @@ from fakes import World
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.row_tables import RowTables
-from pagetide.scheduler.errors import DuplicateRequest, InvalidCallOrder, PromptTooLong, RequestRejected
-from pagetide.scheduler.plan import Failure, Result
+from pagetide.scheduler.plan import Failure, InvalidCallOrder, Result
+from pagetide.scheduler.request import DuplicateRequest, PromptTooLong, RequestRejected
 from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.state import Limits
 

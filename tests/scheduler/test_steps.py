@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetide.cache.block_table import BlockCopies, joined
-from pagetide.scheduler.errors import InvalidCallOrder
-from pagetide.scheduler.plan import Failure, Plan
+from pagetide.scheduler.plan import Failure, InvalidCallOrder, Plan
 from pagetide.scheduler.request import Sampling
 
 PROMPT = np.arange(100, 110, dtype=np.int32)
@@ -32,7 +31,7 @@ def plain(plan: Plan | None) -> list[object]:
     assert plan is not None
     entries = [(update.rows.tolist(), update.columns.tolist(), update.blocks.tolist()) for update in plan.tables]
     arrays = [getattr(plan, name).tolist() for name in ("rows", "starts", "lengths", "samples", "released")]
-    return [plan.step_id, *arrays, entries, [new.request_id for new in plan.admitted]]
+    return [plan.step_id, *arrays, entries, [new.request_id for new in plan.admitted.values()]]
 
 
 def test_it_is_the_plan_that_would_have_been_made() -> None:
@@ -272,7 +271,7 @@ def test_who_stops_is_told_and_keeps_row_and_blocks_until_no_plan_names_them() -
     emissions = world.finish(fourth)
     assert emissions.request_ids == ["b"] and not emissions.finished
     plan = world.schedule()
-    assert plan.released.tolist() == [0] and [(new.row, new.request_id) for new in plan.admitted] == [(0, "c")]
+    assert plan.released.tolist() == [0] and [(row, new.request_id) for row, new in plan.admitted.items()] == [(0, "c")]
     world.finish(plan)
     world.complete()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from fakes import World
+from fakes import FakeDisk, World
 
 from pagetide.cache.layer_groups import LayerGroup, state_group
 
@@ -81,3 +82,32 @@ def test_a_beam_that_goes_on_from_another_ones_tokens_has_nothing_kept() -> None
     state.waiting.wait_for_move(moved)
     state.move_beam(moved, source, 5)
     assert moved.kept is None
+
+
+def test_the_tier_of_the_next_engine_leaves_room_for_what_was_kept_until_it_is_used() -> None:
+    world = World(20, 4, max_seqs=1, caching=True, host_slots=8)
+    world.add("a", 21, 12)
+    world.add("b", 21, 12, arrival=1.0)
+    for _ in range(3):
+        world.step()
+    world.nap()
+    kept = world.scheduler.state.by_id["a"].kept
+    assert kept is not None and len(kept.store) == 5
+    assert (world.cache.host.num_free, world.cache.host.num_withheld, world.cache.host.num_available) == (8, 5, 3)
+    del kept
+    world.nap()
+    assert world.scheduler.state.by_id["a"].kept is not None, "what is kept stays, in one bound"
+    world.complete()
+    assert (world.cache.host.num_withheld, world.cache.host.num_available) == (0, world.cache.host.num_free)
+
+
+@pytest.mark.parametrize(("host_slots", "num_read"), [(0, 5), (3, 2)])
+def test_what_was_not_kept_is_read_from_disk(host_slots: int, num_read: int) -> None:
+    disk = FakeDisk(np.random.default_rng(0))
+    world = World(20, 4, caching=True, host_slots=host_slots, disk=disk)
+    world.add("a", 21, 12)
+    for _ in range(3):
+        world.step()
+    world.nap()
+    world.complete()
+    assert disk.num_read == num_read and world.scheduler.stats.disk_tokens == 4 * num_read

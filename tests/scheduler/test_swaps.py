@@ -44,7 +44,10 @@ def test_no_host_tier_decides_as_before() -> None:
         stats = world.scheduler.stats
         assert stats.demoted_blocks == stats.promoted_blocks == 0 and stats.preemptions
         outcomes.append(
-            [(p.rows.tolist(), p.starts.tolist(), p.lengths.tolist(), [a.request_id for a in p.admitted]) for p in world.plans]
+            [
+                (p.rows.tolist(), p.starts.tolist(), p.lengths.tolist(), [a.request_id for a in p.admitted.values()])
+                for p in world.plans
+            ]
         )
     assert outcomes[0] == outcomes[1]
 
@@ -67,8 +70,8 @@ def test_shared_blocks_stay() -> None:
         plan = world.schedule()
         if not plan.admitted:
             world.finish(plan)
-    (new,) = plan.admitted
-    assert tables.of(new.row)[0, :3].tolist() == shared, "still the very blocks"
+    (row,) = plan.admitted
+    assert tables.of(row)[0, :3].tolist() == shared, "still the very blocks"
     world.finish(plan)
     world.complete()
     assert world.scheduler.stats.recomputed_tokens == 0

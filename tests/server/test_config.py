@@ -145,6 +145,7 @@ def test_wrong_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("models: [{model: a, max_sqs: 4}]", {}, "serve.yaml:1: unknown setting 'max_sqs'; did you mean max_seqs?"),
         ("gpu_memory_utilization: 0.5", {}, "unknown setting 'gpu_memory_utilization'; use kv_memory instead ("),
         ("models: [demo, demo]", {}, "two models are named 'demo'"),
+        ('models: [{model: demo, name: "a\\udcff"}]', {}, "the name 'a\\udcff' is not UTF-8"),
         ("max_queue: -1", {}, "max_queue must be an integer of at least 0, got -1"),
         ("max-queue: 1\nmax_queue: 2", {}, "serve.yaml:2: max_queue appears twice, first at"),
         ("models: [{model: a, max_seqs: 1, max-seqs: 2}]", {}, "serve.yaml:1: max_seqs appears twice, first at"),

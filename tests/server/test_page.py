@@ -15,6 +15,7 @@ from page_rig import ALICE, FAR_S, OPS, MadeUpEngine, PageServer, eventually, lo
 from pagetide.server import page_sessions
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
 from pagetide.server.page_sessions import PageSessions, set_cookie
+from pagetide.server.residency import Departure
 from pagetide.version import __version__
 
 HERE = {"Sec-Fetch-Site": "same-origin"}
@@ -109,6 +110,12 @@ async def test_a_session_stands_for_its_key_on_the_page_and_in_the_prompt_box(fi
         assert block == {"asked": {"block": 3, "text": False}}  # text is for admins
         why = await client.get("/page/explain?request=r1&model=one", headers=signed_in)
         assert why.json() == {"asked": {"request": "r1"}}
+        for victim, taker in (("one", "two"), ("two", "one"), ("two", "three")):
+            server.models.get("one").departure = Departure(victim, 1.5, taker, 0.25, 8.0, 10, 3.0)
+            told = {"what": "unload", "victim": victim, "at": 1.5, "taker": taker, "value": 0.25, "idle_s": 8.0}
+            told |= {"num_bytes": 10, "resident_s": 3.0, "num_suspended": 0}
+            why = await client.get("/page/explain?model=one", headers=signed_in)
+            assert why.json() == ([told, "asked"] if "one" in (victim, taker) else ["asked"])
         for path in ("/metrics", "/version", "/load", "/is_sleeping"):
             assert (await client.get(path, headers=signed_in)).status_code == 401
         assert (await client.delete("/page/session", headers=signed_in)).status_code == 200

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from page_rig import MadeUpEngine, eventually
+from page_rig import INFO, MadeUpEngine, eventually
 
+from pagetide.server import takers
 from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import LoadFailed, RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.models import ModelRegistry, ServedModel
-from pagetide.server.residency import Residency, Resident, RouterRules, victims
+from pagetide.server.residency import Residency, Resident, RouterRules, Taker, victims
 
 ON_DEMAND = Residency(keep_alive_s=-1, pinned=False, preload=False)
 
@@ -37,6 +41,16 @@ def test_the_least_recently_used_leave_and_none_without_need() -> None:
     assert RouterRules().resident_s(0.1) == 1 and RouterRules().resident_s(3) == 12
     assert RouterRules(min_resident_s=0).resident_s(3) == 0
     assert [RouterRules().waits_s(seconds) for seconds in (0.0, 2.5, 2.6)] == [2.5, 2.5, 30.0]
+
+
+def test_idle_weights_yield_to_requests_that_lose_more_than_they_save() -> None:
+    idle = Resident("a", 10, last_used=5.0, stays_until=0, exchange_s=2.0)
+    assert [idle.value(now) for now in (6.0, 9.0)] == [2.0, 0.5] and idle.value(5.0) > 1e3
+    assert [idle.yields_to(Taker("b", 1), now) for now in (6.0, 7.0, 7.1)] == [False, False, True]
+    assert [idle.yields_to(Taker("b", number), 6.0) for number in (2, 3)] == [False, True]
+    kept = replace(idle, is_kept=True)
+    assert not kept.yields_to(Taker("b", 99), 99.0)
+    assert kept.yields_to(Taker("a reservation"), 5.0) and idle.yields_to(Taker("a reservation"), 5.0)
 
 
 def registry(start: Callable[..., Awaitable[Any]], names: str = "abc", **rules: Any) -> ModelRegistry:
@@ -74,6 +88,38 @@ async def test_concurrent_first_requests_load_once_and_the_oldest_leaves() -> No
         await waiting
     assert [one.state for one in models] == ["ready", "ready", "asleep"]
     assert b.comings == {"load": 1, "wake": 1} and c.goings == {"memory": 1}
+    await models.stop()
+
+
+@pytest.mark.parametrize("most_bytes", [15, None])  # the server's own bound, or what the device has
+async def test_a_crashed_model_that_finds_no_room_lets_others_look_before_and_comes_back(
+    most_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagetide.server.models.FIRST_RESTART_S", 0.01)
+    started: list[str] = []
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        started.append(name)
+        if any(one.state == "ready" for one in models):
+            raise LoadFailed("NotEnoughMemory", "the device is full")
+        return MadeUpEngine(options)
+
+    models = registry(start, "ab", most_bytes=most_bytes, patience_s=0.1)
+    a, b = models
+    preloaded = models.add(ModelOptions("p", "made up", residency=Residency(-1, pinned=False, preload=True)))
+    preloaded.weights_bytes, preloaded.restart_s = 10, 0.01
+    async with asyncio.timeout(30):
+        await models.loaded(preloaded)
+        assert preloaded.process is not None
+        preloaded.process.ended.set()
+        await eventually(lambda: preloaded.num_restarts == 1)
+        async with models.using(a):
+            await asyncio.sleep(0.3)
+            assert (preloaded.state, a.state) == ("loading", "ready")
+            assert started.count("p") <= 2, "its engine is not started again and again where there is no room"
+            await models.until_serving(b)  # it is busy models that make way for its request
+            assert a.state == "asleep"
+        await eventually(lambda: preloaded.state == "ready")
     await models.stop()
 
 
@@ -246,32 +292,88 @@ async def test_a_busy_model_makes_way_in_time_and_returns_when_the_other_is_idle
 
 
 async def test_a_suspended_model_whose_requests_leave_or_whose_engine_is_killed_or_refused_holds_up_no_other() -> None:
-    rules = {"patience_s": 0.0, "return_s": 0.05, "load_timeout_s": 0.4}
-    for fault in ("left", "killed", "refused"):
-        models = registry(suspending, "ab", most_bytes=15, **rules)
+    for fault in ("left", "left for good", "killed", "refused"):
+        models = registry(suspending, "ab", most_bytes=15, patience_s=0.0, return_s=1e6)
         a, b = models
-        held = models.using(a)
+        held, others = models.using(a, 0.0 if fault == "left for good" else None), models.using(b)
         await held.__aenter__()
-        await models.until_serving(b)
+        asked = asyncio.create_task(others.__aenter__())
+        await asyncio.sleep(0)
+        if fault == "refused":
+            models.rules = replace(models.rules, load_timeout_s=0.05)  # of a's requests alone: b's wait already
+        await asked
         assert a.state == "asleep" and isinstance(a.process, Suspending)
-        if fault == "left":
+        engine = a.process
+        if fault in ("left", "left for good"):
             await held.__aexit__(None, None, None)
             await eventually(lambda a=a: a.coming is not None and a.coming.done())
-            assert (a.state, a.process.wakes, b.state) == ("asleep", 0, "ready")
             assert a.returns_at is None, "later requests wait for others to fall idle"
+            await eventually(lambda a=a, fault=fault: a.state == ("asleep" if fault == "left" else "unloaded"))
+            assert (engine.wakes, b.state) == (0, "ready")
         elif fault == "killed":
-            a.process.ended.set()
+            engine.ended.set()
             await held.__aexit__(None, None, None)
             await eventually(lambda a=a: a.coming is not None and a.coming.done())
             assert (b.state, a.is_used) == ("ready", False)
         else:
-            a.process.refuses = True
+            engine.refuses = True
+        await others.__aexit__(None, None, None)
+        if fault == "refused":
             await eventually(lambda a=a: a.state == "unloaded")
             assert a.process is None  # its requests have failed with it
             await held.__aexit__(None, None, None)
+        models.rules = replace(models.rules, load_timeout_s=300.0)
         await models.until_serving(a)
         assert a.state == "ready"
         await models.stop()
+
+
+async def test_a_suspended_model_for_which_idle_ones_are_too_small_leaves_the_loop_to_others() -> None:
+    models = registry(suspending, most_bytes=30, patience_s=0.0, return_s=1e5)
+    models._clock = itertools.count().__next__  # a second for each look
+    a, b, c = models
+    a.weights_bytes = b.weights_bytes = 20
+    async with models.using(a), models.using(b):
+        async with models.using(c):
+            pass
+        await asyncio.sleep(0.05)
+        assert [one.state for one in models] == ["asleep", "ready", "ready"]
+    await models.stop()
+
+
+async def test_what_an_operator_cuts_off_loses_no_request_and_no_memory() -> None:
+    """The unloading of a model for which another one is being suspended, and the sleep of a suspended one that wakes up."""
+
+    class Slow(Suspending):
+        async def call(self, method: str, **arguments: Any) -> Any:
+            if method in gates:
+                await gates[method].wait()
+            return await super().call(method, **arguments)
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        return Slow(options)
+
+    gates = {"sleep": asyncio.Event(), "wake_up": asyncio.Event()}
+    models = registry(start, "ab", most_bytes=15, patience_s=0.0, return_s=0.0)
+    a, b = models
+    async with models.using(a):
+        asked = asyncio.create_task(models.until_serving(b))
+        await eventually(lambda: a.state == "asleep")
+        unloading = asyncio.create_task(models.unload(b))
+        await asyncio.sleep(0)
+        gates["sleep"].set()
+        await asyncio.gather(unloading, asked, return_exceptions=True)
+        await eventually(lambda: a.state == "waking")
+        sleeping = asyncio.create_task(models.sleep(a, 0.0))
+        await asyncio.sleep(0)
+        gates["wake_up"].set()
+        await sleeping
+        assert (a.state, a.holds) == ("asleep", False)
+    assert isinstance(a.process, Slow)
+    for level in (2, 1):  # deeper than before, and not so
+        await models.sleep(a, 0.0, level)
+        assert (a.level, a.process.sleeps) == (2, [True, False, False])
+    await models.stop()
 
 
 class SlowSleeper(MadeUpEngine):
@@ -492,3 +594,48 @@ async def test_an_operator_waits_for_room_no_longer_than_a_request() -> None:
         await eventually(lambda: not models._room.locked())
     await models.until_serving(c)
     await models.stop()
+
+
+async def test_idle_models_make_way_for_kv_and_for_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned ones and those of an endless keep_alive for no KV, and no other one before the first is of use. Leases of the same
+    names on another device are another server's.
+    """
+    told: dict[tuple[str, str], Taker] = {}
+    monkeypatch.setattr(takers, "waiting", lambda: dict(told))
+    monkeypatch.setattr(takers, "LOOK_S", 0.01)
+    models = ModelRegistry(suspending, RouterRules(min_resident_s=0.0))
+    an_hour = Residency(3600, False, False)
+    ways = {"a": an_hour, "b": an_hour, "c": ON_DEMAND, "d": Residency(-1, True, False)}
+    for name, residency in ways.items():
+        models.add(ModelOptions(name, "made up", residency=residency)).weights_bytes = 10
+    a, *_ = models
+    for one in models:
+        async with models.using(one):
+            assert isinstance(one.process, Suspending)
+            one.process.info = msgspec.structs.replace(INFO, leases=((one.name, "card"),))
+    making = asyncio.create_task(models.make_way())
+    told |= {(name, "other card"): Taker("the reservation there") for name in "abcd"}
+    told |= {(name, "card"): Taker("big", 2) for name in "abcd"}
+    await eventually(lambda: a.state == "asleep")
+    await asyncio.sleep(0.1)
+    assert [one.state for one in models] == ["asleep", "ready", "ready", "ready"]
+    assert a.departure is not None and (a.departure.victim, a.departure.taker) == ("a", "big")
+    assert a.departure.value is not None and "s of waiting a second" in str(a.departure)
+    monkeypatch.setattr(takers, "GRANTED_S", 0.0)
+    told |= {(name, "card"): Taker("the reservation r") for name in "abcd"}
+    await eventually(lambda: [one.state for one in models] == ["asleep", "asleep", "asleep", "ready"])
+    making.cancel()
+    await models.stop()
+
+
+async def test_the_requests_of_a_suspended_model_end_within_the_drain_of_a_sleep() -> None:
+    for drain_s in (0.0, 60.0, None):
+        models = registry(suspending, "ab", most_bytes=15, patience_s=0.0, return_s=1e6)
+        a, b = models
+        async with models.using(a), models.using(b):
+            assert isinstance(a.process, Suspending) and (a.state, a.process.sleeps) == ("asleep", [True])
+            await models.sleep(a, drain_s, 2)  # with a drain it returns at once, though it was to wait for longer
+            assert (a.state, a.level, a.process.sleeps, a.returns_at) == ("asleep", 2, [True, False], None)
+            assert bool(a.process.wakes) == (drain_s != 0.0)
+        await models.until_serving(a)
+        await models.stop()

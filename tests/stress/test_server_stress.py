@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from servers import ServerProcess
+from servers import ServerProcess, wait_until_idle
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx2")
@@ -87,18 +87,6 @@ async def load(port: int, seconds: float, pids: list[int]) -> tuple[Counter[str]
     return ends, memory
 
 
-def wait_until_idle(url: str) -> None:
-    until = time.monotonic() + FAR_S
-    while True:
-        page = httpx.get(f"{url}/metrics").text.splitlines()
-        left = [line for line in page if line.startswith(("vllm:num_requests_", "pagetide_kv_blocks{"))]
-        busy = [line for line in left if not line.endswith(" 0.0") and ("num_requests" in line or '"live"' in line)]
-        if left and not busy and httpx.get(f"{url}/load").json() == {"server_load": 0}:
-            return
-        assert time.monotonic() < until, busy
-        time.sleep(0.1)
-
-
 def processes(server: ServerProcess) -> list[int]:
     """The server and its engine."""
     pid = server.process.pid
@@ -110,7 +98,7 @@ def test_200_clients_of_which_many_misbehave(tmp_path: Path) -> None:
     with ServerProcess(["demo", *ENGINE, "--no-access-log"], tmp_path / "log", OMP_NUM_THREADS="1") as server:
         port, pids = int(server.url.rpartition(":")[2]), processes(server)
         ends, memory = asyncio.run(load(port, SECONDS, pids))
-        wait_until_idle(server.url)
+        wait_until_idle(server.url, {}, FAR_S)
         assert processes(server) == pids and "Traceback" not in server.said
     half = memory[len(memory) // 2 :]
     quarter = max(len(half) // 2, 1)
@@ -151,7 +139,7 @@ def test_a_burst_of_1000_requests_beyond_the_queue(tmp_path: Path) -> None:
     with ServerProcess(arguments, tmp_path / "log", OMP_NUM_THREADS="1") as running:
         port, pid = int(running.url.rpartition(":")[2]), running.process.pid
         held, answers, seconds = asyncio.run(refused(port))
-        wait_until_idle(running.url)
+        wait_until_idle(running.url, {}, FAR_S)
     assert all(one.startswith(b"HTTP/1.1 200") and b'"completion_tokens":300' in one for one in held)
     print(f"server CPU for a refused request: {seconds:.3f} ms, while 48 others ran")  # of 1,000: s is ms
     assert len(answers) == 1000

@@ -96,3 +96,26 @@ def test_every_package_has_a_link_and_every_link_a_package() -> None:
     links = {path.name: os.readlink(path) for path in (ROOT / "pagetide").iterdir() if path.is_symlink()}
     assert links == {name: f"../{name}" for name in PACKAGES}
     assert os.readlink(ROOT / "src" / "pagetide") == "../pagetide"
+
+
+LIBRARY = """
+import distutils.core, importlib.util, setuptools
+
+spec = importlib.util.spec_from_file_location("native_build", "src/pagetide/native/build.py")
+spec.loader.exec_module(built := importlib.util.module_from_spec(spec))
+print(distutils.core.run_setup("setup.py", stop_after="init").has_ext_modules(), built.obstacle() is None)
+"""
+
+
+def test_an_sdist_has_all_that_a_wheel_with_kernels_is_made_of(tmp_path: Path) -> None:
+    """Its sources lie in src/ alone, and the library goes where a platform's files go, or auditwheel refuses the wheel."""
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "pagetide").symlink_to(ROOT / "pagetide")
+    for wanted in (False, True):
+        environ = os.environ | {"PAGETIDE_NATIVE": str(int(wanted))}
+        command = [sys.executable, "-c", LIBRARY]
+        run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        has, can = run.stdout.split()
+        assert (has == "True") == (wanted and can == "True"), run.stderr

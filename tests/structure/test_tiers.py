@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import cpu_meter  # .ci/cpu_meter.py
 import pytest
 import tiers  # .ci/tiers.py
 import torch_free
@@ -72,10 +74,11 @@ def test_the_budget_is_in_seconds_of_the_reference_machine(
 ) -> None:
     """A machine that takes twice as long for the same loop may take twice as long for the tests."""
     monkeypatch.setattr(tiers, "METER", tmp_path)
-    line = '{"test": "tests/cache/a.py::b", "cpu_s": 20.0, "wall_s": 30.0}\n'
-    (tmp_path / "1.jsonl").write_text('{"test": "", "cpu_s": 5.0, "wall_s": 0.0}\n' + line)
-    loops = [tiers.REFERENCE_LOOP_S, 3 * tiers.REFERENCE_LOOP_S]
-    assert tiers.report(tiers.Spent(cpu_s=cpu_s, wall_s=100.0, loops_s=loops)) is within
+    loops = [cpu_meter.REFERENCE_LOOP_S, 3 * cpu_meter.REFERENCE_LOOP_S]
+    entries = [{"test": "", "cpu_s": 5.0, "wall_s": 0.0}, {"test": "tests/cache/a.py::b", "cpu_s": 20.0, "wall_s": 30.0}]
+    lines = [json.dumps(entry) for entry in (*entries, *({"loop_s": seconds} for seconds in loops))]
+    (tmp_path / "1.jsonl").write_text("\n".join(lines))
+    assert tiers.report(tiers.Spent(cpu_s=cpu_s + sum(loops), wall_s=100.0)) is within
     said = capsys.readouterr().out
     assert "10.0  tests/cache/a.py::b" in said and ("ABOVE THE BUDGET" in said) is not within
 
@@ -99,7 +102,6 @@ def test_all_tests_fail_if_one_run_does_or_the_budget_is_spent(
         statuses = iter([others if number == at else 0 for at in range(3)])
         monkeypatch.setattr(tiers, "quick", lambda arguments: quick)
         monkeypatch.setattr(tiers, "run", lambda *arguments, statuses=statuses: next(statuses))
-        monkeypatch.setattr(tiers.Spent, "pace", 1.0)
         assert tiers.everything() == status
         assert next(statuses, None) is None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.modelled_clock import Roofline
-from benchmarks.shared_device import Clock, ModelledBroker, ModelledDevice, ModelledEngine, Served, lease_memory
+from benchmarks.shared_device import Clock, ModelledBroker, ModelledDevice, ModelledEngine, Served, Shape, lease_memory
 from benchmarks.sharing import MIXES, REACHED
 from pagetide.allocator.lease_policy import Rules
 
@@ -20,9 +20,9 @@ KEPT = [Served(0, 0.5 * i, PROMPT, 10, i * 1_000 + np.arange(PROMPT // 64)) for 
 
 def burst_at(at: float, load: list[Served], watch: Callable[[Clock, ModelledEngine], None]) -> float:
     """Serve `load`, and a burst of the second engine at `at`: seconds until that engine is granted the burst's memory."""
-    clock, roofline = Clock(), Roofline(MIX.gpu, MIX.model, REACHED)
-    total = MIX.kv_bytes // ModelledEngine(0, roofline, 2, 1, 64).extent_bytes
-    engines = [ModelledEngine(number, roofline, total, LEAST, PROMPT + 700) for number in range(2)]
+    clock, shape = Clock(), Shape.of(Roofline(MIX.gpu, MIX.model, REACHED))
+    total = MIX.kv_bytes // shape.extent_bytes
+    engines = [ModelledEngine(number, shape, total, LEAST, PROMPT + 700) for number in range(2)]
     broker = ModelledBroker(clock, MIX.capacity_bytes, Rules.of(MIX.capacity_bytes))
     broker.device = device = ModelledDevice(clock, engines)
     leases = [lease_memory(engine, broker, base_bytes=MIX.base_bytes, min_extents=LEAST) for engine in engines]

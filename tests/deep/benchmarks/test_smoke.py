@@ -45,7 +45,7 @@ COMMANDS = {
 WITH_PROCESSES = {
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
     "fleet": "--only queue,first,workers --requests 128 --rounds 1 --streams 4 --singles 1 --seconds 0.3",
-    "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
+    "goodput": "--data none --seconds 0.25 --per-second 40 --step-ms 1 --only leases",
     "loading": "--rounds 1 --hidden 64 --layers 1 --dtypes float32",
     "monitor": "--starts 1 --seconds 0.1",
     "waking": "--rounds 1 --hidden 64 --layers 1 --cycles 2",
@@ -101,6 +101,43 @@ def test_peers_take_turns_and_agree(tmp_path: Path) -> None:
     sizes = "--rounds 1 --prompts 2 --new-tokens 3 --long-prompt 32 --busy 1"
     names = run("engine_cpu", f"--peers {tmp_path} --only 512.*bfloat16|0.6.*int4.x.4 {sizes}", tmp_path)
     figures = read_results(tmp_path / "new" / "engine_cpu.json")["figures"]
-    assert len(names) == 3 * 4  # workloads; two speeds, a ratio and an agreement
+    assert len(names) == 3 * 5  # workloads; two speeds, a ratio, an agreement and what others used
+    assert all(f["value"] > 0 for f in figures if f["unit"] == "cores")
     assert {f["value"] for f in figures if f["unit"] == "share"} == {1.0}
     assert {f["target"] for f in figures if f["unit"] == "x"} == {1.0}
+
+
+LLAMA_CPP = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.answer({"usage": {"prompt_tokens": len(asked["prompt"])}})
+
+    def answer(self, what):
+        data = json.dumps(what).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_models_take_turns_beside_a_swapping_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up llama_cpp.server: no other engine is installed here."""
+    make.save_models(tmp_path / "models", layers=1, hidden=64)
+    make.write_engines(tmp_path, {"llama_cpp": (sys.executable, "")})
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "server.py").write_text(LLAMA_CPP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = run("waking", f"--peers {tmp_path} --rounds 1", tmp_path)
+    figures = read_results(tmp_path / "new" / "waking.json")["figures"]
+    assert len(names) == 5 and [len(figure["samples"]) for figure in figures] == [3] * 5
+    assert [figure["target"] for figure in figures] == [0.3, None, None, None, None]

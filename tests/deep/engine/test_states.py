@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import beam_rig
 import numpy as np
 import psutil
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
 from families import VOCAB
-from state_families import ONE_BY_ONE, STATE_FAMILIES, tiny_with_states
+from state_families import ONE_BY_ONE, STATE_FAMILIES, save_with_words, tiny_with_states
 
 from pagetide import LLM, SamplingParams, native
 from pagetide.engine.attention.states import installed
+from pagetide.engine.layers.linears import NativeLinear
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 3, 7, 12, 18, 21, 26, 45]
@@ -64,7 +70,104 @@ def test_llm(name: str, tmp_path: Path) -> None:
         assert list(beams[0].outputs[0].token_ids) == wanted[0, len(inputs[4]) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "lfm2_moe", "mamba2", "jamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "bamba", "zaya", "kimi_linear", "minimax"])
+def test_forks_and_beams_begin_with_states_of_others(name: str) -> None:
+    """Without a cache of prefixes: no token is computed twice. Out of a small pool they wait on the host, with their states."""
+    model, ids = tiny_with_states(name), prompts([26, 21], VOCAB)
+    expected = plain(model, ids, NEW)
+    how = {"num_beams": 4, "num_return_sequences": 4, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+    wanted = [model.generate(torch.tensor([one]), max_new_tokens=beam_rig.NEW, **how)[:, len(one) :].tolist() for one in ids]
+    for pool in ({"usable": 400}, {"usable": 45, "caching": True, "host_slots": 400}):
+        engine = TinyEngine(tiny_with_states(name), block_size=4, max_chunk_tokens=8, **pool)
+        for p, prompt in enumerate(ids):
+            for i in range(3):
+                engine.add(f"r{p}.{i}", prompt, Sampling(NEW), arrival=float(p), fork_of=f"r{p}.0" if i else None)
+        ends = engine.run()
+        assert [ends[f"r{p}.{i}"].token_ids.tolist() for p in range(2) for i in range(3)] == [
+            t for t in expected for _ in "abc"
+        ]
+        stats = engine.core.scheduler.stats
+        assert stats.forks == 4 or pool["usable"] < 400
+        assert stats.computed_tokens == sum(map(len, ids)) + 2 * 3 * (NEW - 1) + 4 or pool["usable"] < 400
+        found = beam_rig.searched(engine, {f"s{p}": prompt for p, prompt in enumerate(ids)}, (), num_beams=4, n=4)
+        assert [beam_rig.tokens(found[f"s{p}"]) for p in range(2)] == wanted
+        assert bool(engine.preemptions) == bool(stats.promoted_blocks) == (pool["usable"] < 400)
+
+
+def test_int8_k_and_v_wait_on_the_host_with_states() -> None:
+    """Nothing is computed twice, so that the tokens are those of a pool with room for all."""
+    found, inputs = [], prompts([20, 22, 23], VOCAB)
+    for usable, slots in ((400, 0), (38, 300)):
+        engine = TinyEngine(
+            tiny_with_states("qwen3_5_text"), usable=usable, block_size=4, caching=True, host_slots=slots, kv_dtype="int8"
+        )
+        found.append(engine.generate(inputs, Sampling(16)))
+        assert {state.dtype for state in engine.core.runner.storage.states} == {torch.float32}
+        assert bool(engine.preemptions) == (slots > 0) and not engine.core.scheduler.stats.recomputed_tokens
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="quantized weights need native kernels")
+@pytest.mark.parametrize(("form", "error"), [("int8", 0.2), ("int4", 0.6)])  # parts of the spread; of other weights over 1
+def test_weights_of_mixers_in_8_and_4_bits(form: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits alone and in a batch, near those of plain weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    tiny_with_states("qwen3_5_text", **sizes).save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    inputs, settings = prompts(LENGTHS[1:], VOCAB), {"dtype": "float32", "device": "cpu", "kv_memory": "8MiB", "share": False}
+    found = []
+    for more in ({"max_seqs": 1}, {"max_seqs": 1, "quantization": form}, {"quantization": form, "max_step_tokens": 16}):
+        with LLM(str(tmp_path), **settings, **more) as llm:
+            outputs = llm.generate(inputs, params)
+            model = llm._manager.engine.core.runner.model
+            assert installed(model).packed
+            packed = [
+                one.packed.type
+                for name, one in model.named_modules()
+                if isinstance(one, NativeLinear) and "linear_attn" in name
+            ]
+            assert not more.get("quantization") or packed.count(form) >= 9
+        logprobs = [[entry.logprob for entry in one.outputs[0].logprobs] for one in outputs]
+        found.append((logprobs, [[entry and entry.logprob for entry in one.prompt_logprobs] for one in outputs]))
+    assert found[1] == found[2]
+    plain_weights, quantized = (np.concatenate([one[1:] for one in each[1]]).astype(float) for each in found[:2])
+    assert 0 < np.abs(plain_weights - quantized).mean() < error * plain_weights.std()
+
+
+def test_constraints_interrupts_and_hand_over(tmp_path: Path) -> None:
+    save_with_words(tmp_path, "qwen3_5_text")
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": "8MiB", "share": False}
+    texts = ["the tide is", "a ship", "once upon a time there was a"]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    form = SamplingParams(temperature=0.0, max_new_tokens=24, regex="(aye|nay), captain [0-9]{2}", n=2)
+    with LLM(str(tmp_path), **settings) as one, LLM(str(tmp_path), max_step_tokens=8, max_seqs=4, **settings) as two:
+        expected = [[list(o.completions[0].token_ids) for o in llm.generate(texts, greedy)] for llm in (one, two)]
+        answers = [[c.text for o in llm.generate(texts, form) for c in o.completions] for llm in (one, two)]
+        assert expected[0] == expected[1] and answers[0] == answers[1]
+        assert all(re.fullmatch(form.regex, text) for text in answers[0])
+        calls = iter(range(10**6))
+
+        def interrupt(*_: Any) -> None:
+            if next(calls) == 5:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        norm = one._manager.engine.core.runner.model.get_submodule("model.layers.1.linear_attn.norm")
+        hook = norm.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.generate(texts, SamplingParams(max_new_tokens=400, ignore_eos=True))
+        hook.remove()
+        assert one.stats()["blocks"]["live"] == 0
+        stream = one.stream(texts, greedy)
+        for _ in range(12):
+            next(stream)
+        data = [json.loads(json.dumps(handle.export())) for handle in stream.requests]
+        assert one.stats()["blocks"]["live"] == 0
+        assert [list(o.completions[0].token_ids) for o in two.import_request(data).outputs()] == expected[0]
+        assert [list(o.completions[0].token_ids) for o in one.generate(texts, greedy)] == expected[0]
+
+
+@pytest.mark.parametrize("name", STATE_FAMILIES)
 def test_faults_and_recalls(name: str) -> None:
     """Steps that raise before, between and behind layers, in every kind of chunk, while blocks move to other places."""
     inputs = prompts(LENGTHS, VOCAB)

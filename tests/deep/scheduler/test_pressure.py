@@ -49,7 +49,7 @@ def test_what_ended_requests_leave_behind_is_copied_no_longer_once_nobody_came_b
     world = World(150, caching=True, host_slots=2_000, cost=cost, forecast=True)
     fill(world, 300, 40, 60)
     world.complete()
-    stats, learned = world.scheduler.stats, world.cache.swapping.demotion.chances
+    stats, learned = world.scheduler.stats, world.cache.swapping.offload_policy.chances
     assert 0 < cost.least_chance < 0.1 and learned[0] < 0.1
     assert stats.preemptions and stats.recomputed_tokens == 0
     assert 0 < stats.promoted_blocks < stats.demoted_blocks < world.cache.swapping.evicted_blocks

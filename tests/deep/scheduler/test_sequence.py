@@ -7,7 +7,7 @@ from fakes import World
 from random_walk import VARIANTS, walk
 from statuses import PROMPT, beams, moves, of, transitions
 
-from pagetide.scheduler.sequence import TRANSITIONS, SequenceStatus
+from pagetide.scheduler.request import TRANSITIONS, SequenceStatus
 
 S = SequenceStatus
 
@@ -53,7 +53,7 @@ def test_a_status_that_no_container_agrees_with_is_found(mixed: World, name: str
 def test_walks_reach_every_transition_but_those_with_a_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     reached = transitions(monkeypatch)
     for variant in VARIANTS:
-        walk(100, variant, events=100, check_every=50)
+        walk(100, variant, events=100, check_every=50, naps="disk" in variant)
     allowed = {(status, after) for status, others in TRANSITIONS.items() for after in others}
     moved = (S.WAITING, S.WAITING_FOR_PROMPT, S.DEFERRED, S.PREFILLING)
     assert allowed - reached <= {(S.DEFERRED, S.WAITING_FOR_PROMPT), *((state, S.WAITING_FOR_MOVE) for state in moved)}

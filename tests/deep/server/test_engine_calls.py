@@ -58,3 +58,36 @@ async def test_what_was_generated_is_told_at_the_end_and_when_a_request_is_cance
             assert 30 <= batch.generations[0].num_generated < 33 and batch.generations[0].finished is None
     finally:
         await engine.stop()
+
+
+async def test_calls_wait_while_requests_are_suspended_and_a_plain_sleep_ends_these() -> None:
+    engine = await RemoteEngine.start("demo", OPTIONS)
+
+    async def begun() -> Batch:
+        batch = Batch(engine)
+        batch.submit(prompt=[1, 5, 6], params={"max_new_tokens": 100, "ignore_eos": True, "temperature": 0.0}, streams=False)
+        await batch.accepted()
+        return batch
+
+    try:
+        (alone,) = await (await begun()).whole()
+        batch = await begun()
+        await engine.call("sleep", drain_s=0.0, suspends=True)
+        tokenized = asyncio.create_task(engine.call("tokenize", prompt="the tide"))
+        read = asyncio.create_task(engine.call("detokenize", tokens=[5, 6]))
+        await asyncio.sleep(0.05)
+        assert not tokenized.done() and not read.done()
+        await engine.call("wake_up")
+        assert (await tokenized)["tokens"] and isinstance(await read, str)
+        (end,) = await batch.whole()
+        assert [piece.token_ids for piece in end.pieces] == [piece.token_ids for piece in alone.pieces]
+        batch = await begun()
+        await engine.call("sleep", drain_s=0.0, suspends=True)
+        await engine.call("sleep", drain_s=0.0, level=2)
+        (end,) = await batch.whole()
+        assert [piece.finish_reason for piece in end.pieces] == ["aborted"]
+        await engine.call("wake_up")
+        (end,) = await (await begun()).whole()
+        assert [piece.token_ids for piece in end.pieces] == [piece.token_ids for piece in alone.pieces]
+    finally:
+        await engine.stop()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from monitors import MonitorProcess
 from servers import ServerProcess, children
 
 from pagetide import LLM, SamplingParams, reserve
+from pagetide.allocator.broker_client import BrokerClient
 from pagetide.cli import main
+from pagetide.monitor.runtime_dir import RuntimeDir
 
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "4"]
 NAMES = ("blue", "fin", "sperm")
@@ -91,7 +94,8 @@ def test_models_take_turns_and_no_request_is_lost(server: ServerProcess, wanted:
         list(pool.map(turn, range(30)))
     assert states(server)["blue"] == "ready"  # pinned
     assert counted(server, "pagetide_model_unloads_total", model_name="blue", reason="memory") == 0
-    slept = sum(counted(server, "pagetide_model_unloads_total", model_name=n, reason="memory") for n in ("fin", "sperm"))
+    why = product(("fin", "sperm"), ("memory", "turn"))
+    slept = sum(counted(server, "pagetide_model_unloads_total", model_name=name, reason=reason) for name, reason in why)
     assert slept >= 1 and sorted(states(server).values()).count("asleep") == 1
 
 
@@ -194,3 +198,47 @@ def test_keep_alive_and_the_commands_of_operators(
     assert (blue["state"], blue["pinned"], blue["expires_in_s"], blue["weights_bytes"] > 0) == ("ready", True, None, True)
     assert main(["ps", "--url", server.url]) == 0
     assert re.search(r"^MODEL +STATE .*\nblue +ready ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_idle_weights_make_way_for_the_kv_of_a_busy_model(
+    tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has memory for three engines and little more. Two of them are idle; one of these is to stay for good."""
+    file = tmp_path / "serve.yaml"
+    ways = {"busy": "1h", "idle": "1h", "kept": "-1"}
+    entries = (f"- {{model: demo, name: {name}, keep_alive: {way}}}\n" for name, way in ways.items())
+    file.write_text("".join(["models:\n", *entries]))
+    arguments = ["--config", str(file), "--min-resident-s", "0", "--max-seqs", "64", "--dtype", "float32", "--device", "cpu"]
+    arguments += ["--kv-memory", "min=2MiB,max=256MiB"]
+    environ = {"OMP_NUM_THREADS": "1", "PAGETIDE_RUNTIME_DIR": str(tmp_path / "run")}
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", environ["PAGETIDE_RUNTIME_DIR"])
+    with (
+        MonitorProcess(tmp_path / "run", "--capacity", "3GiB"),
+        ServerProcess(arguments, tmp_path / "log", **environ) as server,
+        ThreadPoolExecutor(64) as pool,
+    ):
+        client = BrokerClient(RuntimeDir(tmp_path / "run").socket)
+        for name in ("idle", "kept", "busy"):
+            assert text(complete(server, name)) == wanted[0]
+        needed = sum(max(lease.min_bytes, lease.held_bytes) for lease in client.leases())
+        left = (3 << 30) * (1 - 1 / 16 - 1 / 50) - needed - (16 << 20)
+        with reserve(int(left), name="others", wait=60.0):
+            assert set(states(server).values()) == {"ready"}
+            ask = {"prompt": PROMPT, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+
+            def long(seed: int) -> str:
+                return text(httpx.post(f"{server.url}/v1/completions", json=ask | {"model": "busy", "seed": seed}, timeout=300))
+
+            asked = [pool.submit(long, number % 2) for number in range(64)]
+            until = time.monotonic() + 300
+            while states(server)["idle"] != "asleep":
+                assert time.monotonic() < until, client.leases()
+                time.sleep(0.02)
+            outputs = {one.result() for one in asked}
+            assert len(outputs) == 2, "two seeds, whatever memory they had"
+            assert (states(server)["busy"], states(server)["kept"]) == ("ready", "ready")
+            running = {one["model"]: one["unloaded_for"] for one in httpx.get(f"{server.url}/running").json()["running"]}
+            assert running["idle"]["taker"] == "busy" and running["kept"] is None and running["idle"]["value"] > 0
+            assert text(complete(server, "idle", 1)) == wanted[1]
+        (told,) = [one for one in httpx.get(f"{server.url}/page/explain?model=busy").json() if one["what"] == "unload"]
+        assert (told["victim"], told["taker"]) == ("idle", "busy")

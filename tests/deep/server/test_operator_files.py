@@ -25,7 +25,6 @@ DOCUMENT = (ROOT / "docs" / "serve.md").read_text("utf-8")
 FILES = OperatorFiles(FOLDER, r"vllm:\w+|pagetide_\w+|http_\w+|process_\w+", r"\d+m")
 load = FILES.load
 UNSEEN = {
-    *(f"pagetide_model_{one}" for one in ("state", "waiting_requests", "loads_total", "load_seconds_total", "unloads_total")),
     # not on the page of a server that is well, and not on the dashboard either
     "pagetide_build_info",
     "pagetide_engine_info",

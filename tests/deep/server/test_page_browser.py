@@ -570,6 +570,7 @@ def test_a_replay_stops_where_no_more_frames_come(open_page: Open) -> None:
         assert seen(page) == pool.cells()
 
 
+@pytest.mark.usefixtures("browser")  # which skips without one
 def test_the_pictures_are_drawn(tmp_path: Path) -> None:
     """At a small size, by the script: of a real server on a phone, and of a made-up pool."""
     script = Path(__file__).resolve().parents[3] / "examples" / "draw_page.py"

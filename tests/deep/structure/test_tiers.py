@@ -21,6 +21,9 @@ LEAVE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BURN!
 def test_leaves_a_daemon():
     subprocess.run([sys.executable, "-c", LEAVE], check=True)
 
+def test_leaves_nothing():
+    pass
+
 def test_fails():
     assert False
 """
@@ -53,8 +56,10 @@ def run(tmp_path: Path, test: str) -> tuple[int, float]:
 def test_daemons_are_counted(tmp_path: Path) -> None:
     status, with_daemon = run(tmp_path, "test_leaves_a_daemon")
     assert status == 0
-    status, without = run(tmp_path, "test_fails")
+    status, without = run(tmp_path, "test_leaves_nothing")
+    assert status == 0
+    assert with_daemon - without > 2, "both runs start the same, and the daemon burns four"
+    status, _ = run(tmp_path, "test_fails")
     assert status == 1
-    assert with_daemon - without > 2, "the starts of both runs cost less than the rest of the daemon's four"
     tests = {test.rpartition("::")[2] for test, _ in cpu_meter.read(tmp_path / "meter")}
-    assert tests == {"test_leaves_a_daemon", "test_fails"}
+    assert tests == {"test_leaves_a_daemon", "test_leaves_nothing", "test_fails"}

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,6 +113,25 @@ def test_an_index_that_is_written_anew_has_the_blocks_that_are_not_settled_yet(t
     assert rewritten > 1
     assert len(files.index.unsettled(records)) == 0
     files.close()
+
+
+def test_what_was_cleared_is_not_found_again_though_the_index_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    files.index.clear()
+    monkeypatch.setattr(files, "_rewrite", full)
+    with pytest.raises(OSError, match="no space left"):
+        files.rewrite()
+    write(files, 3)
+    files.close()
+    again = opened(tmp_path / "one")
+    assert (read(again, 1, 2), read(again, 3)) == (0, 1)
+    again.close()
 
 
 def test_no_damage_of_a_file_is_read(tmp_path: Path) -> None:

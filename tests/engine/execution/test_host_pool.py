@@ -240,3 +240,23 @@ def test_a_copy_that_cannot_be_made_leaves_none_on_its_way(rig: Rig, monkeypatch
     assert (rig.slots(ids(2)) == rig.payloads(ids(2))).all(), "what had begun is done"
     assert rig.cuda.current is rig.cuda.compute
     rig.pool.swap(rig.storage, NONE, NONE)
+
+
+def test_a_pool_that_is_drained_frees_each_extent_once_it_was_read() -> None:
+    pool = HostPool(GEOMETRY, 64 << 10)
+    arena = HostArena(8, GEOMETRY.extent_bytes)
+    arena.map(range(8))
+    device = Storage(GEOMETRY, arena, "cpu")
+    blocks = np.arange(1, 1 + pool.num_slots, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    device.put(blocks, rng.integers(0, 256, (len(blocks), GEOMETRY.payload_bytes), np.uint8))
+    pool.swap(device, blocks, blocks)
+    slots = rng.permutation(blocks)[: len(blocks) // 2]
+    expected, most, read_bytes = device.read(slots), pool.mapped_bytes, 0
+    found = np.empty_like(expected)
+    for places, part in pool.drain(slots):
+        found[places] = part
+        read_bytes += part.nbytes
+        assert read_bytes + pool.mapped_bytes <= most + GEOMETRY.extent_bytes
+    assert (found == expected).all() and pool.mapped_bytes == 0
+    pool.close()

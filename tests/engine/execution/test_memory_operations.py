@@ -21,6 +21,9 @@ class FakeStorage:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = np.arange(num_blocks)
 
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        return self.blocks[blocks].copy()
+
     def put(self, blocks: np.ndarray, data: np.ndarray) -> None:
         self.blocks[blocks] = data
 
@@ -28,13 +31,20 @@ class FakeStorage:
         self.blocks[targets] = self.blocks[sources]
 
 
-def test_bytes_go_back_before_others_are_put_in_their_place() -> None:
-    """A block that was to leave was needed again, and what is read takes its place; copies read what was read."""
-    for copies in None, BlockCopies(np.array([1]), np.array([3])):
+def test_bytes_that_come_back_and_those_that_are_read_pass_each_other() -> None:
+    """A block that was to leave was needed again: what is read takes its place, or it takes that of what was read, once
+    copies have read it.
+    """
+    to_3 = BlockCopies(np.array([1]), np.array([3]))
+    for back, copies, expected in (
+        ((1, 2), None, [0, 40, 1, 3, 4]),
+        ((1, 2), to_3, [0, 40, 1, 40, 4]),
+        ((4, 1), to_3, [0, 4, 2, 40, 4]),
+    ):
         storage: Any = FakeStorage(5)
-        swaps = Swaps(NONE, NONE, NONE, NONE, back=BlockCopies(np.array([1]), np.array([2])))
+        swaps = Swaps(NONE, NONE, NONE, NONE, back=BlockCopies(np.array(back[:1]), np.array(back[1:])))
         reads = (BlockBytes(np.array([1]), np.array([40], np.uint8)),)
         plan: Any = SimpleNamespace(resize=NO_RESIZE, swaps=swaps, copies=copies, reads=reads)
         host: Any = object()
         MemoryExecutor(storage, host=host).begin(plan, MemoryOperations())
-        assert storage.blocks.tolist() == [0, 40, 1, 3 if copies is None else 40, 4]
+        assert storage.blocks.tolist() == expected

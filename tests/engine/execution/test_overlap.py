@@ -51,8 +51,8 @@ class Watched(TinyEngine):
         self.ahead: list[Plan] = []
         schedule_ahead = self.core.scheduler.schedule_ahead
 
-        def watched(now: float) -> Plan | None:
-            plan = schedule_ahead(now)
+        def watched() -> Plan | None:
+            plan = schedule_ahead()
             if plan is not None:
                 self.ahead.append(plan)
             return plan

@@ -10,14 +10,14 @@ import numpy as np
 from pagetide.engine.execution.parts import ChunkGroup, Computed
 from pagetide.engine.execution.row_states import RowStates, format_error
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.plan import Admission, Plan
-from pagetide.scheduler.request import Sampling
+from pagetide.scheduler.plan import Plan
+from pagetide.scheduler.request import Request, Sampling
 
 ROWS, TOKENS, VOCAB = 4, 16, 32
 
 
-def admission(row: int, tokens: list[int]) -> Admission:
-    return Admission(row, f"r{row}", np.array(tokens, np.int32), len(tokens), Sampling(8))
+def admitted(tokens_of: dict[int, list[int]]) -> dict[int, Request]:
+    return {row: Request(f"r{row}", np.array(tokens, np.int32), Sampling(8)) for row, tokens in tokens_of.items()}
 
 
 def plan_of(chunks: list[tuple[int, int, int]] = [], **changes: Any) -> Plan:  # noqa: B006
@@ -32,7 +32,7 @@ def test_unreleased_sampling_is_released_before_the_next_admission() -> None:
 
     def released_by_an_admission() -> list[list[int]]:
         release.reset_mock()
-        states.apply(plan_of(admitted=(admission(2, [1]),)))
+        states.apply(plan_of(admitted=admitted({2: [1]})))
         return [call.args[0].tolist() for call in release.call_args_list]
 
     usual = released_by_an_admission()
@@ -45,7 +45,7 @@ def test_unreleased_sampling_is_released_before_the_next_admission() -> None:
 
 def test_a_single_token_is_deferred_before_it_fails() -> None:
     states = RowStates(Sampler(ROWS, VOCAB), ROWS, TOKENS)
-    states.apply(plan_of(admitted=(admission(0, [5, 6, 7]), admission(2, [9]))))
+    states.apply(plan_of(admitted=admitted({0: [5, 6, 7], 2: [9]})))
     plan, error = plan_of([(0, 3, 1), (2, 1, 1)]), RuntimeError("no")
     total = Computed(np.zeros(2, np.int32))
     states.defer_or_fail(plan, 1, error, total)

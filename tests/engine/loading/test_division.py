@@ -236,8 +236,8 @@ def test_attention_that_the_plan_leaves_whole_is_said_and_counted(tmp_path: Path
     _, checkpoint = saved("deepseek_v3", tmp_path)
     whole = geometry_of(checkpoint)
     division = Division.of(checkpoint, 2, whole.layers)
-    assert division.whole_attention == (0, 1, 2)
-    assert "the attention of 3 layers whole: every shard holds and computes all of it" in division.describe()
+    assert division.whole_layers == (0, 1, 2)
+    assert "attention or states of 3 layers are not divided: every shard holds and computes all of them" in division.describe()
     assert division.geometry(whole) == whole, "latents are replicated"
     attention = sum(n for name, (n, _, _) in division.parameters.items() if "self_attn" in name)
     assert division.replicated_bytes(torch.float32) >= 4 * attention
@@ -258,7 +258,7 @@ def test_latent_attention_is_divided_by_heads_where_the_plan_says_so(tmp_path: P
     model = tiny("deepseek_v2", num_attention_heads=8, num_key_value_heads=8)
     checkpoint = stored(model, tmp_path)
     division, groups, shards = divided(checkpoint, 4)
-    assert division.whole_attention == () and division.kv_heads == (1, 1, 1), "the latent is on every shard"
+    assert division.whole_layers == () and division.kv_heads == (1, 1, 1), "the latent is on every shard"
     assert shards[3].model.layers[0].self_attn.kv_b_proj.weight.shape == (2 * (12 + 10), 16)
     assert_alike(shards, groups, logits_of(model))
 

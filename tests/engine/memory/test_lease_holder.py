@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,23 @@ def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pyt
         for holder in (first, second, elsewhere):
             holder.close()
         arena.close()
+
+
+def test_bytes_of_suspended_requests_are_no_engines_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagetide.engine.memory.lease_holder.process_bytes", lambda device: 1000 * MIB)
+    engine = LeaseHolder(torch.device("cpu"), 100 * MIB)
+    try:
+        stores = [np.empty((size, MIB), np.uint8) for size in (3, 5)]
+        for store in stores:
+            LeaseHolder.count(store)
+        del store
+        assert (engine.base_bytes, LeaseHolder.suspended_bytes()) == (992 * MIB, 8 * MIB)
+        stores.pop()
+        assert (engine.base_bytes, LeaseHolder.suspended_bytes()) == (997 * MIB, 3 * MIB)
+        stores.clear()
+        assert (engine.base_bytes, LeaseHolder.suspended_bytes()) == (1000 * MIB, 0)
+    finally:
+        engine.close()
 
 
 def test_a_copy_that_is_refused_says_what_the_host_has_and_waits_for_no_other_copy(monkeypatch: pytest.MonkeyPatch) -> None:

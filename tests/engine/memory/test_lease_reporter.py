@@ -27,8 +27,10 @@ class Rig:
         self.lease: Any = ScriptedLease(granted, 12 * MIB, BASE)
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
-        self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, stats=counters)
-        self.pool: Any = SimpleNamespace(unneeded_extents=(2, 0), wanted_extents=0, waiting_s=0.0, scheduler=self.scheduler)
+        self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, num_waiting=0, stats=counters)
+        self.pool: Any = SimpleNamespace(
+            unneeded_extents=(2, 0), is_reused=True, wanted_extents=0, waiting_s=0.0, scheduler=self.scheduler
+        )
         base = BaseMemory(lambda: self.process, weights_bytes=WEIGHTS, reserve_bytes=0, trim=self.trim)
         self.reporter = LeaseReporter(self.lease, base, self.arena, self.pool, stats=self.stats, clock=lambda: self.now)
         self.reporter.measure_and_report(self.now)
@@ -86,6 +88,10 @@ def test_free_memory_is_forecast_every_tenth_of_a_second_and_whenever_nothing_ru
     assert rig.after_step(0.001) == [report(free=4)]
     assert rig.lease.kept_bytes == 4 * EXTENT
     assert rig.after_step(0.001) == []
+    rig.scheduler.num_waiting = 3
+    assert rig.after_step(0.001) == [report(free=4)] and rig.lease.num_waiting == 3
+    rig.pool.is_reused = False
+    assert rig.after_step(0.001) == [report(free=4)] and not rig.lease.reused
 
 
 def test_a_process_beyond_its_grant_empties_caches_and_asks() -> None:

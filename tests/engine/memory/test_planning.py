@@ -227,6 +227,8 @@ def test_buffers_of_a_disk_tier_are_in_the_plan(checkpoint: Checkpoint) -> None:
     assert (plain.disk_buffer_bytes, kept.disk_buffer_bytes) == (0, 128 * MIB + 4 * 128 * KV_BYTES)
     assert kept.reserve_bytes == plain.reserve_bytes + kept.disk_buffer_bytes
     assert "disk tier" in kept.describe() and "disk tier" not in plain.describe()
+    tiered = plan(checkpoint, free=GIB, host_kv_memory="3MiB")
+    assert tiered.host_kv_bytes == 3 * MIB and "host tier" in tiered.describe() and "host tier" not in plain.describe()
     weights = checkpoint.weights_bytes(torch.float32)
     assert plan(checkpoint, free=weights + MIB, disk_kv_memory="1GiB").disk_buffer_bytes == 128 * MIB + MIB // 8
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pagetide.engine.memory.step_timer import SLICE_BYTES, Slice, StepTimer
+from pagetide.engine.memory.step_timer import SLICE_BYTES, UNMAP_SLICE_BYTES, Slice, StepTimer
 from pagetide.scheduler.outcome import Stats
 
 EXTENT, BLOCK = 1 << 20, 1 << 18
@@ -15,14 +15,14 @@ PLAIN_S = 0.01
 
 def test_a_slice_comes_to_take_most_of_a_steps_own_time() -> None:
     for bytes_per_s, plain_s in itertools.product((2e8, 3e9, 8e10), (0.002, 0.05, 0.4)):
-        copying = Slice(1 << 16)
+        copying = Slice(1 << 16, SLICE_BYTES)
         for _ in range(40):
             copying.record(copying.num_bytes, copying.num_bytes / bytes_per_s, plain_s)
         assert copying.num_bytes / bytes_per_s == pytest.approx(Slice.SHARE * plain_s, rel=0.01), (bytes_per_s, plain_s)
 
 
 def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
-    copying = Slice(1 << 20)
+    copying = Slice(1 << 20, SLICE_BYTES)
     copying.record(SLICE_BYTES // 4, 10.0, 0.01)
     assert copying.num_bytes == SLICE_BYTES
     copying.record(SLICE_BYTES, 10.0, 0.01)
@@ -106,6 +106,13 @@ def test_a_step_that_only_unmaps_says_nothing_about_maps() -> None:
     assert steps.timer.mapping.num_bytes == SLICE_BYTES
     steps.step(3 * PLAIN_S, mapped=SLICE_BYTES)
     assert steps.timer.mapping.num_bytes == SLICE_BYTES // 2, "nor does it count as a plain step"
+
+
+def test_unmaps_have_a_slice_of_their_own() -> None:
+    steps = plain_steps()
+    steps.step(1.25 * PLAIN_S, mapped=-UNMAP_SLICE_BYTES)
+    assert steps.timer.unmapping.num_bytes == pytest.approx(4 * UNMAP_SLICE_BYTES), "which took a quarter of a step"
+    assert (steps.timer.mapping.num_bytes, steps.timer.copying.num_bytes) == (SLICE_BYTES, SLICE_BYTES)
 
 
 def test_steps_alone_and_steps_before_a_plain_one_teach_nothing() -> None:

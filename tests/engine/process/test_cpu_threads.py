@@ -183,8 +183,9 @@ def test_beside_native_threads_torch_uses_one(monkeypatch: pytest.MonkeyPatch) -
     of_kernels: list[int] = []
     machine.cpu_threads = CpuThreads(lambda: machine.now, lambda: machine.used_s, of_kernels.append)
     assert machine.steps(2) == [1, 1] and of_kernels == [8, 0, 8, 0]
-    machine.others = 4.0
-    assert machine.steps(3) == [1] * 3 and of_kernels[-4:] == [4, 0, 4, 0]
+    for others, expected in ((0.8, 8), (1.0, 7), (4.0, 4), (4.5, 4), (7.95, 1)):
+        machine.others = others
+        assert machine.steps(6)[-1] == 1 and of_kernels[-4:] == [expected, 0, expected, 0], others
     assert machine.threads == 8
 
 

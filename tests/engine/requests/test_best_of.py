@@ -12,10 +12,9 @@ from beam_rig import as_input
 from pagetide import LLM, SamplingParams
 from pagetide.engine.requests.groups import ContinuationGroup
 from pagetide.engine.requests.outputs import Completion
-from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import ChunkLogprobs
-from pagetide.scheduler.request import Request
+from pagetide.scheduler.request import Request, RequestRejected
 
 PROMPTS = ["Natásha went to the window and", '"What is the matter," said', "CORIOLANUS:\n"]
 DRAWN = SamplingParams(max_new_tokens=9, temperature=1.2, seed=11, stop=[".", ","])  # so that the lengths differ

@@ -17,8 +17,7 @@ from families import tiny
 
 from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, SamplingParams
 from pagetide.engine.llm import Stream
-from pagetide.scheduler.errors import PromptTooLong, RequestRejected
-from pagetide.scheduler.sequence import SequenceStatus
+from pagetide.scheduler.request import PromptTooLong, RequestRejected, SequenceStatus
 
 PROMPT = "Once upon a time there was a sea"
 open_demo = functools.partial(LLM, "demo", device="cpu", dtype="float32", share=False)

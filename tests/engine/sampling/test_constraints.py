@@ -20,8 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pagetide import LLM, SamplingParams
 from pagetide.engine.sampling.constraints import Constraints
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.request import Constraint, Sampling
+from pagetide.scheduler.request import Constraint, RequestRejected, Sampling
 
 pytest.importorskip("llguidance")
 

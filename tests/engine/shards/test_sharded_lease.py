@@ -16,9 +16,10 @@ from shard_leases import BASE, EXTENT, Rig, ShardedUser, rig
 
 from pagetide.allocator.errors import LeaseClosed, MinimumsExceedCapacity
 from pagetide.allocator.lease_events import Denied, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
+from pagetide.allocator.sharded_lease import FIRST_PAUSE_S, LAST_PAUSE_S, SURPLUS_S, ShardedLease
 from pagetide.engine.errors import NotEnoughMemory
-from pagetide.engine.shards import sharded_lease
-from pagetide.engine.shards.sharded_lease import FIRST_PAUSE_S, LAST_PAUSE_S, SURPLUS_S, ShardedLease, acquire_leases
+from pagetide.engine.memory import lease_holder
+from pagetide.engine.memory.lease_holder import acquire_leases
 from pagetide.monitor.errors import MonitorError
 
 LEAST = BASE + EXTENT  # the minimum of a shard
@@ -341,11 +342,11 @@ def watched(two: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `watch` returns: the monitor of `two`, whose device 0 is also the host's memory."""
     made = SimpleNamespace(directory=SimpleNamespace(socket=two.path), closed=0)
     made.close = lambda: setattr(made, "closed", made.closed + 1)
-    monkeypatch.setattr(sharded_lease, "watch", lambda: made)
+    monkeypatch.setattr(lease_holder, "watch", lambda: made)
     infos = two.devices.devices()
-    monkeypatch.setattr(sharded_lease, "device_info", lambda watched, device: infos[device.index or 0])
-    monkeypatch.setattr(sharded_lease, "HEAP_BYTES", 0)
-    monkeypatch.setattr(sharded_lease, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(lease_holder, "device_info", lambda watched, device: infos[device.index or 0])
+    monkeypatch.setattr(lease_holder, "HEAP_BYTES", 0)
+    monkeypatch.setattr(lease_holder, "LIBRARIES_BYTES", 0)
     return made
 
 
@@ -356,7 +357,7 @@ def acquired(plan: Any, devices: list[str], held: list[int], driver: int = 0, sh
 
 def test_leases_are_acquired_in_the_order_of_devices_and_returned_in_that_of_shards(two: Rig, watched: Any) -> None:
     sharing = acquired(plan_of(), ["cuda:1", "cuda:0"], [10, 20], driver=1000)
-    first, second = sharing.leases
+    first, second = sharing.lease.leases
     assert [one.name for one in two.broker.leases()] == [second.name, first.name]
     assert (first.name[-2:], first.device_uuid, second.name[-2:], second.device_uuid) == (".0", "gpu1", ".1", "gpu0")
     assert (first.held_bytes, first.min_bytes, first.granted_bytes, first.max_bytes) == (10, 160, 160, 310)
@@ -367,7 +368,7 @@ def test_leases_are_acquired_in_the_order_of_devices_and_returned_in_that_of_sha
     two.tick()
     assert two.broker.leases() == () and watched.closed
     sharing = acquired(plan_of(), ["cpu", "cpu"], [10, 20], driver=100)  # the first lease covers the driver
-    assert [(lease.device_uuid, lease.min_bytes) for lease in sharing.leases] == [("gpu0", 260), ("gpu0", 170)]
+    assert [(lease.device_uuid, lease.min_bytes) for lease in sharing.lease.leases] == [("gpu0", 260), ("gpu0", 170)]
     assert (sharing.lease.granted_bytes, sharing.lease.held_bytes, sharing.lease.max_bytes) == (160, 20, 310)
     sharing.close()
 
@@ -405,6 +406,6 @@ def test_without_a_broker_or_the_wish_nothing_is_shared(
         def fail() -> Any:
             raise MonitorError("no monitor")
 
-        monkeypatch.setattr(sharded_lease, "watch", fail)
+        monkeypatch.setattr(lease_holder, "watch", fail)
         assert acquired(plan_of(), ["cuda:0", "cuda:1"], [0, 0]) is None
     assert len(caplog.records) == 2 and "memory is not shared with other engines: no monitor" in caplog.text

@@ -17,7 +17,7 @@ import pagetide
 from pagetide.engine.text import template_bounds
 from pagetide.engine.text.chat_template import options_from_data, rendered
 from pagetide.engine.text.encoder import Encoder
-from pagetide.scheduler.errors import PromptTooLong, RequestRejected
+from pagetide.scheduler.request import PromptTooLong, RequestRejected
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model")
 CHATS: list[list[dict[str, Any]]] = [

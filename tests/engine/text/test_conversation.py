@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from pagetide.batch.input import read_line
 from pagetide.engine.text.conversation import _parts, template_messages
 from pagetide.engine.text.encoder import Encoder
-from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import RequestRejected
 
 HEAD = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
 TAIL = "{% endfor %}{% endfor %}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pagetide.api.sampling_params import MOST_STOP_IDS, SamplingParams
 from pagetide.engine.text.encoder import Encoder
-from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import RequestRejected
 
 TEXT = "the tide comes in and the tide goes out; pages follow it"
 BOS, SEP, START = 0, 1, 2
@@ -169,4 +169,4 @@ def test_stop_strings_that_are_special_tokens_are_ids() -> None:
         params = SamplingParams(**fields)
         stream = encoder.text_stream(ids, encoder.prepare(params).stops, params)
         assert stream is not None
-        assert "".join([stream.push([START, *_ids(" tide"), SEP])[0], stream.finish()]) == text
+        assert "".join([stream.push([START, *_ids(" tide"), SEP]), stream.finish()]) == text

@@ -18,7 +18,7 @@ from pagetide.engine.text import prompt_length
 from pagetide.engine.text.encoder import Encoder
 from pagetide.engine.text.prompt_length import PromptLength
 from pagetide.engine.text.tokenizer_bounds import growth
-from pagetide.scheduler.errors import PromptTooLong, RequestRejected
+from pagetide.scheduler.request import PromptTooLong, RequestRejected
 
 CORPUS = [
     "the tide comes in and the tide goes out; pages follow it. Hello, world!\n\n\tdone        spaces",

@@ -359,6 +359,7 @@ def test_by_device_and_then_the_largest_first() -> None:
 def test_a_state_says_what_is_wanted_and_since_when() -> None:
     for told, style, state, target, age in (
         ("ok", DIM, "ok", None, None),
+        ("loading", BUSY, "loading", None, None),
         ("recalling to 0 MiB, 12 ms", YELLOW, "recalling", 0, 0.012),
         ("recalling to 1.0 GiB", YELLOW, "recalling", GIB, None),
         ("overdue to 1.0 GiB, 1 min", ALARM, "overdue", GIB, 75.0),
@@ -369,6 +370,8 @@ def test_a_state_says_what_is_wanted_and_since_when() -> None:
         last = lines_of(a_lease(state=state, recall_target_bytes=target, recall_age_seconds=age))[1][-1]
         assert (last.text.rstrip(), last.style) == (told, style)
     assert lines_of(a_lease(asked_bytes=9 * GIB))[1][-1].text.rstrip() == "ok, asks for 9.0 GiB"
+    assert ["WAITING" in text_of(a_lease(num_waiting=number), width=200)[0] for number in (0, 7)] == [False, True]
+    assert text_of(a_lease(num_waiting=7), width=200)[1].split()[-2:] == ["7", "ok"]
 
 
 def drawn(lease: LeaseUse) -> list[tuple[str, Style | None]]:
@@ -589,7 +592,7 @@ def test_leases_that_are_not_known_are_null_and_not_none() -> None:
     assert list(told[0]) == [
         "engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority", "granted_bytes",
         "held_bytes", "held_by_class", "spare_bytes", "asked_bytes", "state", "recall_target_bytes", "recall_age_seconds",
-        "kept_bytes",
+        "kept_bytes", "num_waiting",
     ]  # fmt: skip
     assert [LeaseUse(**lease) for lease in told] == list(sample_leases(1))
 

@@ -19,7 +19,7 @@ import torch
 from pagetide import LLM, AsyncLLM, SamplingParams
 from pagetide.engine.errors import EngineClosed, ShardLost, UnsupportedModel
 from pagetide.engine.shards import team
-from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import RequestRejected
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
 PROMPTS = ["the tide is", "a ship", "once upon a time there was a", "in the morning"]
@@ -34,6 +34,24 @@ def two() -> Iterator[LLM]:
 
 def pids_of(llm: LLM) -> list[int]:
     return [shard["pid"] for shard in llm.stats()["shards"]["each"]]
+
+
+def test_they_give_the_tokens_of_one(two: LLM) -> None:
+    """Also beams and constraints, which are drawn by the first shard."""
+
+    def made(llm: LLM) -> list[list[int]]:
+        kinds = [{}, {"num_beams": 3}, {"regex": "(aye|nay), captain"}]
+        each = [SamplingParams(temperature=0.0, max_new_tokens=12, **kind) for kind in kinds]
+        outputs = [output for params in each for output in llm.generate(PROMPTS, params, progress=False)]
+        return [list(output.completions[0].token_ids) for output in outputs]
+
+    with LLM("demo", devices=["cpu"], kv_memory="8MiB", share=False) as one:
+        assert made(two) == made(one)
+        alone, both = one.stats(), two.stats()
+    assert alone["shards"] is None, "one device in a list is not divided"
+    assert [shard["device"] for shard in both["shards"]["each"]] == ["cpu", "cpu"] and both["shards"]["steps"] > 0
+    assert both["weights_bytes"] < 0.6 * alone["weights_bytes"]
+    assert both["kv_bytes_per_token"] * 2 == alone["kv_bytes_per_token"]
 
 
 def gone(pids: list[int]) -> bool:

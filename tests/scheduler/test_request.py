@@ -10,8 +10,7 @@ from fakes import World
 from statuses import PROMPT, Pairs, beams, moves, of, transitions
 
 from pagetide.scheduler.preemption import preempt
-from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.sequence import TRANSITIONS, Sequence, SequenceStatus
+from pagetide.scheduler.request import TRANSITIONS, Request, Sampling, Sequence, SequenceStatus
 
 S = SequenceStatus
 

@@ -1,4 +1,4 @@
-"""The leases of a divided model's shards, as the one lease that the engine's memory works with.
+"""The leases of several devices, those of a divided model's shards, as the one lease that the engine's memory works with.
 
 Each shard has a lease on its own device, held by the driver, which decides what all of them map. Every lease is told what the
 largest shard holds, and together they allow what the scarcest does: the pool has the same extents everywhere. So a recall of
@@ -17,31 +17,17 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 
-import torch
-
-from ...allocator.errors import LeaseClosed, LeaseError, LeaseRefused
-from ...allocator.lease import Lease
-from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
-from ...common.units import format_bytes
-from ...monitor.errors import MonitorError
-from ...monitor.watching import Watch, watch
-from ..config import EngineConfig
-from ..errors import NotEnoughMemory
-from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, release_name, take_name
-from ..memory.memory_plan import MemoryPlan
+from .errors import LeaseClosed
+from .lease import Lease
+from .lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 
 SURPLUS_S = 0.3  # mean time that a grant may exceed the others'
 # Most that is waited before the next ask, doubled as long as asking gains nothing
 FIRST_PAUSE_S = 0.6
 LAST_PAUSE_S = 5.0
 _LOOK_S = 0.25
-
-
-def _none() -> int:
-    return 0
 
 
 class _Turns:
@@ -94,7 +80,7 @@ class ShardedLease:
         self,
         leases: Sequence[Lease],
         granule_bytes: int,
-        extra: Callable[[], int] = _none,
+        extra: Callable[[], int] = int,
         *,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
@@ -165,12 +151,21 @@ class ShardedLease:
 
     # ---- messages to the brokers -----------------------------------------------------------------
 
-    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+    def report(
+        self,
+        held: Mapping[str, int],
+        free_bytes: int,
+        kept_bytes: int = 0,
+        *,
+        moving_bytes: int = 0,
+        num_waiting: int = 0,
+        reused: bool = True,
+    ) -> None:
         """Report what the largest shard holds to every broker."""
         self._extra_bytes = self._extra()
         for lease, extra in self._each():
             own = {**held, "other": held.get("other", 0) + extra} if extra else held
-            lease.report(own, free_bytes, kept_bytes, moving_bytes=moving_bytes)
+            lease.report(own, free_bytes, kept_bytes, moving_bytes=moving_bytes, num_waiting=num_waiting, reused=reused)
         if self._returns_unused and not moving_bytes:
             self._returns_unused = False
             self._return_to(self.held_bytes)
@@ -301,76 +296,3 @@ class ShardedLease:
     def _check_open(self) -> None:
         if self._closed:
             raise LeaseClosed(f"the leases of {self.name!r} have ended; make a new engine")
-
-
-@dataclass(slots=True, eq=False)
-class ShardedSharing:
-    """A divided engine's registration with the monitor and the brokers of its devices."""
-
-    watched: Watch
-    lease: ShardedLease
-    name: str
-
-    @property
-    def leases(self) -> tuple[Lease, ...]:
-        """The leases of the shards, by rank."""
-        return self.lease.leases
-
-    def close(self) -> None:
-        """Close the leases and the watch. All memory must be unmapped. Idempotent."""
-        self.lease.close()
-        self.watched.close()
-        release_name(self.name)
-        self.name = ""
-
-
-def acquire_leases(
-    config: EngineConfig, plan: MemoryPlan, devices: Sequence[str], held_bytes: Sequence[int], driver_bytes: Callable[[], int]
-) -> ShardedSharing | None:
-    """Acquire a lease for each shard with the plan's minimum granted: all, or none. None without `config.share` or a broker.
-
-    They are acquired in the order of the devices' uuids, so that two engines do not wait for each other.
-
-    Args:
-        held_bytes: By shard, what its process holds on the device before it has loaded anything.
-        driver_bytes: What the driver's own process holds on the host.
-
-    Raises NotEnoughMemory if a minimum does not fit beside those of other leases, or is not granted in time.
-    """
-    if not config.share:
-        return None
-    try:
-        watched = watch()
-    except (MonitorError, OSError) as error:
-        log.warning("memory is not shared with other engines: %s", error)
-        return None
-    on_host = torch.device(devices[0]).type == "cpu"
-    extra = driver_bytes if on_host else _none
-    working = max(plan.reserve_bytes, plan.loading_bytes) + HEAP_BYTES + LIBRARIES_BYTES
-    leases: dict[int, Lease] = {}
-    name, sharing = take_name(plan.model), None
-    undo = ExitStack()
-    undo.callback(watched.close)
-    try:
-        infos = [device_info(watched, torch.device(device)) for device in devices]
-        for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
-            held = held_bytes[rank] + (0 if rank else extra())
-            base = held + plan.weights_bytes + plan.primitives_bytes + working
-            own = [lease.name for lease in leases.values()]
-            leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}", own)
-            undo.callback(leases[rank].close)
-        ordered = [leases[rank] for rank in range(len(devices))]
-        sharing = ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra), name)
-        undo.pop_all()
-        return sharing
-    except LeaseRefused as error:
-        needed = plan.weights_bytes + plan.primitives_bytes + working + plan.min_kv_bytes
-        what = f"a shard of {plan.model} ({format_bytes(plan.min_kv_bytes)} of it KV), of {len(devices)} on {plan.device}"
-        raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker says: {error}") from error
-    except (MonitorError, LeaseError, OSError) as error:
-        log.warning("memory is not shared with other engines: %s", error)
-        return None
-    finally:
-        undo.close()
-        if sharing is None:
-            release_name(name)
