@@ -146,6 +146,7 @@ class PackedWeight:
             for name in ("packed", *COLUMN_PARTS):
                 if (part := getattr(place, name)) is not None:
                     part.copy_(getattr(piece, name))
+            del piece, place  # before the next is made
         assert whole is not None, "a weight has outputs"
         return whole
 

@@ -366,8 +366,9 @@ class StoredModel:
 
     def install(self, model: Any) -> None:
         """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
-        stored, packed_bytes = self._checkpoint.stored, 0
+        stored = self._checkpoint.stored
         unused = self._mapped.besides(one for one in self.tensors.values() if isinstance(one, torch.Tensor))
+        packed_bytes = _tidied(_TIDY_BYTES, unused)  # of the plain weights, packed before
         of_rows = {name: self._packed(name) for name in dict.fromkeys(self.places.embeddings.values())}
         for path, name in self.places.embeddings.items():
             PackedEmbedding.pack(model.get_submodule(path), of_rows[name], self._dtype)
