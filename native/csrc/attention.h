@@ -22,7 +22,7 @@ constexpr int64_t kPart = 256;
 constexpr int64_t kMostRows = 96;            // of an item
 constexpr int64_t kMostDim = 576;            // of a head
 constexpr int64_t kMostElements = 96 * 128;  // of an item's queries, and of its results
-constexpr int64_t kAhead = 32;               // slots from what is fetched to what is multiplied
+constexpr int64_t kAhead = 64;               // slots from what is fetched, into the second cache, to what is multiplied
 constexpr int64_t kScoreStride = kPart + kLanes;
 constexpr float kLowest = -__builtin_inff();
 
@@ -177,7 +177,7 @@ static void pack_keys(const C* const* keys, int64_t dim, Element* panel) {
       Vec rows[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        __builtin_prefetch(keys[v + i + kAhead] + d);
+        __builtin_prefetch(keys[v + i + kAhead] + d, 0, 2);
         rows[i] = load_words(keys[v + i] + d, bytes);
       }
       transpose(rows);
@@ -220,7 +220,7 @@ static void weigh(const float* weights, int64_t stride, const C* const* values, 
   Vec total[R][kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
     const C* row = values[j] + first;
-    for (int v = 0; v < kVectors; v += kLine) __builtin_prefetch(values[j + kAhead] + first + v * kLanes);
+    for (int v = 0; v < kVectors; v += kLine) __builtin_prefetch(values[j + kAhead] + first + v * kLanes, 0, 2);
     Vec x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t left = columns - v * kLanes;
@@ -270,8 +270,8 @@ static void weigh(const Element* weights, int64_t stride, const C* const* values
   for (int64_t j = begin; j < end; j += 2) {
     const C *one = values[j] + first, *other = values[j + 1] + first;
     for (int v = 0; v < kBlocks; v += kLine) {
-      __builtin_prefetch(values[j + kAhead] + first + v * kColumns);
-      __builtin_prefetch(values[j + kAhead + 1] + first + v * kColumns);
+      __builtin_prefetch(values[j + kAhead] + first + v * kColumns, 0, 2);
+      __builtin_prefetch(values[j + kAhead + 1] + first + v * kColumns, 0, 2);
     }
     __m512i x[2 * kBlocks];
     for (int v = 0; v < kBlocks; ++v) {
@@ -319,8 +319,8 @@ INLINE const uint8_t* bytes_of(const void* from) { return static_cast<const uint
 INLINE void pack_values(const BFloat16* const* values, int64_t first, int64_t columns, BFloat16* panel) {
   const __mmask32 mask = columns >= kColumns ? 0xffffffff : static_cast<__mmask32>((uint64_t{1} << columns) - 1);
   for (int64_t j = 0; j < kColumns; j += 2, panel += 2 * kColumns) {
-    __builtin_prefetch(values[j + kAhead] + first);
-    __builtin_prefetch(values[j + kAhead + 1] + first);
+    __builtin_prefetch(values[j + kAhead] + first, 0, 2);
+    __builtin_prefetch(values[j + kAhead + 1] + first, 0, 2);
     const __m512i a = _mm512_maskz_loadu_epi16(mask, values[j] + first), b = _mm512_maskz_loadu_epi16(mask, values[j + 1] + first);
     _mm512_storeu_si512(panel, _mm512_unpacklo_epi16(a, b));
     _mm512_storeu_si512(panel + kColumns, _mm512_unpackhi_epi16(a, b));
@@ -496,7 +496,7 @@ template <typename C>
 INLINE void fetch_first(const C* const* slots, int64_t dim) {
   constexpr int64_t kLine = 64 / sizeof(C);
   for (int64_t j = 0; j < kAhead; ++j) {
-    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(slots[j] + d);
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(slots[j] + d, 0, 2);
   }
 }
 
