@@ -159,8 +159,16 @@ class LeaseState:
         demand = self.demand_at(now_ns)
         if demand is None or self.recalls:
             return None
-        most = demand.target_bytes if self.max_bytes is None else min(demand.target_bytes, self.max_bytes)
+        most = self.bounded(demand.target_bytes, now_ns)
         return None if most < self.granted_bytes + self.granule_bytes else now_ns - max(demand.since_ns, demand.lacking_ns)
+
+    def bounded(self, num_bytes: int, now_ns: int) -> int:
+        """As many of these bytes as the lease may hold by its max, and by a limit that a user's recall has set."""
+        if self.max_bytes is not None:
+            num_bytes = min(num_bytes, self.max_bytes)
+        if self.ceiling is not None and self.ceiling.until_ns > now_ns:
+            num_bytes = min(num_bytes, self.ceiling.max_bytes)
+        return num_bytes
 
     def overdue(self, now_ns: int) -> bool:
         """Whether the deadline of a pending recall has passed."""
@@ -457,9 +465,7 @@ class _Uses:
 
 
 def _uses(state: SharedDevice, lease: LeaseState, now_ns: int) -> _Uses:
-    most = state.capacity_bytes if lease.max_bytes is None else lease.max_bytes
-    if lease.ceiling is not None and lease.ceiling.until_ns > now_ns:
-        most = min(most, lease.ceiling.max_bytes)
+    most = lease.bounded(state.capacity_bytes if lease.max_bytes is None else lease.max_bytes, now_ns)
     stands = max(lease.min_bytes, lease.expected_bytes)
 
     def whole(wanted: int) -> int:

@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -402,7 +402,7 @@ class ModelRegistry:
         coming = self._come(model)
         await asyncio.wait({coming})
         if coming.cancelled():
-            raise unavailable(f"the model {model.name} was unloaded before it was ready")
+            raise unavailable(f"the model {model.name} was unloaded, or put to sleep, before it was ready")
         coming.result()
 
     def _check_served(self, model: ServedModel) -> None:
@@ -433,10 +433,15 @@ class ModelRegistry:
                 model.state = "loading"
                 log.error("the model %s cannot be loaded again: %s", model.name, error)
 
-    async def _returns(self, model: ServedModel) -> None:
-        """Bring a model back that has left in a turn, for its requests, which fail if it takes too long."""
+    async def _returns(self, model: ServedModel, coming: asyncio.Task[None] | None) -> None:
+        """Bring a model back that has left in a turn, for its requests, which fail if it takes too long; or let `coming` do so,
+        which has begun for a request that came while it left.
+        """
         try:
             async with asyncio.timeout(self.rules.load_timeout_s):
+                if coming is not None and not coming.done():
+                    with suppress(ApiError, _NotWanted):
+                        await coming
                 while model.is_used and not model.can_serve:
                     try:
                         await self._until_room(model)
@@ -751,6 +756,7 @@ class ModelRegistry:
                 model.name, time.time(), taker, value, idle_s, model.weights_bytes, now - model.since, num_suspended
             )
             reason = "turn" if num_suspended else "memory"
+            model.returns_at = math.inf if num_suspended else None  # for whoever asks for another sleep meanwhile
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
                 await self._sleeps(model, 0.0, 1, reason)
@@ -758,10 +764,12 @@ class ModelRegistry:
                 log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
                 await self._ends(model, 0.0, reason)
             finally:  # `taker` may have been unloaded meanwhile
-                if num_suspended and model.state == "asleep" and self._models.get(model.name) is model:
+                if model.returns_at is not None and model.state == "asleep" and self._models.get(model.name) is model:
                     self._turn_at, self._turn_of = self._clock(), taker
-                    model.returns_at = self._turn_at + self.rules.return_s
-                    model.coming = self._begin(self._returns(model))
+                    model.returns_at = min(model.returns_at, self._turn_at + self.rules.return_s)
+                    model.coming = self._begin(self._returns(model, model.coming))
+                else:
+                    model.returns_at = None
 
     async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
         """As `sleep`, in a change."""

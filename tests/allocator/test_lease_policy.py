@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagetide.allocator.device_account import DeviceAccount
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
 from pagetide.allocator.lease_policy import (
+    Ceiling,
     Grant,
     LeaseDemand,
     LeaseState,
@@ -1213,3 +1214,10 @@ def test_a_granule_that_is_left_goes_to_the_least_served_by_weight() -> None:
     device = Device(capacity=1100).lease(1, granule=100, ask=900).lease(2, weight=1.033, granule=100, ask=900)
     device.run(5)
     assert device.grants() == {1: 400, 2: 500}
+
+
+def test_a_lease_lacks_nothing_above_the_limit_that_a_recall_has_set() -> None:
+    lease = LeaseState(1, "a", 0, None, 1, 1.0, 0, granted_bytes=50, demand=LeaseDemand(100, expires_ns=10))
+    lease.ceiling = Ceiling(50, until_ns=5)
+    assert lease.lacks_for_ns(4) is None
+    assert lease.lacks_for_ns(6) == 6

@@ -628,6 +628,41 @@ async def test_idle_models_make_way_for_kv_and_for_reservations(monkeypatch: pyt
     await models.stop()
 
 
+class SlowToSuspend(Suspending):
+    """Suspends its requests once `may_sleep` is set."""
+
+    may_sleep = asyncio.Event()
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        if arguments.get("suspends"):
+            await self.may_sleep.wait()
+        return await super().call(method, **arguments)
+
+
+async def test_a_sleep_that_comes_while_a_model_is_suspended_waits_for_its_requests() -> None:
+    async def slow_to_suspend(reference: str, options: dict[str, Any], name: str) -> Any:
+        return SlowToSuspend(options)
+
+    for asks in (False, True):
+        SlowToSuspend.may_sleep = asyncio.Event()
+        models = registry(slow_to_suspend, "ab", most_bytes=15, patience_s=0.0, return_s=1e6)
+        a, b = models
+        async with models.using(a):
+            taker = asyncio.create_task(models.until_serving(b))
+            await eventually(lambda a=a: a.state == "asleep")
+            another = [asyncio.create_task(models.until_serving(a))] if asks else []  # begins to bring it back
+            await asyncio.sleep(0.01)
+            asleep = asyncio.create_task(models.sleep(a, None, 2))
+            await asyncio.sleep(0.01)
+            SlowToSuspend.may_sleep.set()
+            await taker
+            await eventually(lambda a=a: isinstance(a.process, Suspending) and a.process.wakes == 1)  # to go on
+            await asyncio.gather(asleep, *another)
+            assert isinstance(a.process, Suspending)
+            assert (a.state, a.level, a.process.sleeps, a.returns_at) == ("asleep", 2, [True, False], None)
+        await models.stop()
+
+
 async def test_the_requests_of_a_suspended_model_end_within_the_drain_of_a_sleep() -> None:
     for drain_s in (0.0, 60.0, None):
         models = registry(suspending, "ab", most_bytes=15, patience_s=0.0, return_s=1e6)
