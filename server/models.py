@@ -756,7 +756,7 @@ class ModelRegistry:
                 model.name, time.time(), taker, value, idle_s, model.weights_bytes, now - model.since, num_suspended
             )
             reason = "turn" if num_suspended else "memory"
-            model.returns_at = math.inf if num_suspended else None  # for whoever asks for another sleep meanwhile
+            model.returns_at = math.inf if num_suspended else None  # another sleep may be asked for meanwhile
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
                 await self._sleeps(model, 0.0, 1, reason)
