@@ -759,10 +759,7 @@ class ModelRegistry:
             model.returns_at = math.inf if num_suspended else None  # another sleep may be asked for meanwhile
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
-                await self._sleeps(model, 0.0, 1, reason)
-            except (ApiError, RequestFailed, EngineUnavailable) as error:
-                log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
-                await self._ends(model, 0.0, reason)
+                await _to_its_end(self._sleeps_or_ends(model, reason))
             finally:  # `taker` may have been unloaded meanwhile
                 if model.returns_at is not None and model.state == "asleep" and self._models.get(model.name) is model:
                     self._turn_at, self._turn_of = self._clock(), taker
@@ -771,13 +768,19 @@ class ModelRegistry:
                 else:
                     model.returns_at = None
 
+    async def _sleeps_or_ends(self, model: ServedModel, reason: str) -> None:
+        try:
+            await self._sleeps(model, 0.0, 1, reason)
+        except (ApiError, RequestFailed, EngineUnavailable) as error:
+            log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
+            await self._ends(model, 0.0, reason)
+
     async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
         """As `sleep`, in a change."""
         engine = model.engine
         model.state, model.level = "asleep", level
         try:
-            work = engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
-            await (work if reason == "asked" else _to_its_end(work))  # requests may end within the drain of an operator
+            await engine.call("sleep", drain_s=drain_s, level=level, suspends=reason == "turn")
         except RequestFailed as error:
             if error.is_refusal:
                 model.state, model.level = "ready", 0

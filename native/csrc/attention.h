@@ -232,6 +232,7 @@ static void weigh(const float* weights, int64_t stride, const C* const* values, 
       for (int v = 0; v < kVectors; ++v) total[r][v] += factor * x[v];
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * kLanes, total[r][v]);
   }
@@ -287,6 +288,7 @@ static void weigh(const Element* weights, int64_t stride, const C* const* values
       for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = add_products(total[r][v], x[v], factor);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kBlocks; ++v) {
       float* to = out + r * out_stride + v * kColumns;
@@ -525,7 +527,7 @@ INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, float fac
   return most;
 }
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 // 2^x, with a relative error below 3e-6: what is rounded to bfloat16 needs no more.
 INLINE Vec power_of_two(Vec x) {
   const Vec rest = bits<Vec>(_mm512_reduce_ps(bits<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));  // 0 to 1
@@ -593,10 +595,19 @@ INLINE void weigh_row(const AttentionArgs& args, float* row, float factor, int64
   result[1] = combined(total[0] + total[1], [](Vec a, Vec b) { return a + b; });
 }
 
-// compute_part by tiles, for one query as for many. Scores of some rows at a time stay in the first cache. What is packed or
-// multiplied is not read at once: that would wait for the stores.
-static void compute_part_by_tiles(const Rows<BFloat16, BFloat16>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
-  constexpr int64_t kTogether = 2 * linear::kTileRows;           // rows
+// sums[rows][kScoreStride] = a panel's scores; `rows` are R at most.
+template <int R>
+static void multiply_rows(int rows, const BFloat16* query, int64_t stride, const BFloat16* panel, float* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_rows<R - 1>(rows, query, stride, panel, sums);
+  }
+  linear::tile_pairs<R>(query, stride, panel, stride, true, sums, kScoreStride);
+}
+
+// compute_part in pairs, by tiles if there are any, for one query as for many. Scores of some rows at a time stay in the first
+// cache. What is packed or multiplied for tiles is not read at once: that would wait for the stores.
+static void compute_part_in_pairs(const Rows<BFloat16, BFloat16>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
+  constexpr int64_t kTogether = linear::kTiles ? 2 * linear::kTileRows : 2 * kRows;  // rows
   constexpr int64_t kPacked = kMostElements / (kTogether + 1);   // the largest size of heads of which an item has more rows
   constexpr int64_t kWeightStride = kPart + kColumns;
   const AttentionArgs& args = rows.args;
@@ -606,7 +617,8 @@ static void compute_part_by_tiles(const Rows<BFloat16, BFloat16>& rows, int64_t 
   begin = begin < 0 ? 0 : begin, end = least(end, kPart);
   const int64_t first = begin / kColumns * kColumns, last = rounded_up(end, kColumns);
   const int64_t results_stride = result_stride(args), padded = padded_values(args), filled = dim / 2 * 2;
-  const int64_t keys_together = kPacked * kPart / stride / kColumns * kColumns;  // all of a part, or there are kTogether rows at most
+  // All of a part, or there are kTogether rows at most.
+  const int64_t keys_together = linear::kTiles || count > kTogether ? kPacked * kPart / stride / kColumns * kColumns : kColumns;
 
   const BFloat16 *keys[kPart + kAhead], *values[kPart + kAhead];
   alignas(64) BFloat16 panels[kPacked * kPart];
@@ -623,11 +635,17 @@ static void compute_part_by_tiles(const Rows<BFloat16, BFloat16>& rows, int64_t 
       pack_keys(keys + c, dim, panel);
     }
     for (int64_t r = 0; r < count; r += kTogether) {
-      const int n = static_cast<int>(least(kTogether, count - r));
-      shapes.set(n);
+      const int n = static_cast<int>(least(kTogether, count - r)), half = n > kRows ? (n + 1) / 2 : n;
+      const BFloat16* query = rows.query + r * stride;
+      if constexpr (linear::kTiles) shapes.set(n);
       for (int64_t c = from; c < to; c += kColumns) {
-        linear::add_tiles<Operand::pairs>(n, bytes_of(rows.query + r * stride), stride * 2, bytes_of(panels + (c - from) * stride),
-                                                 stride * 2, true, scores + c, kScoreStride * 4);
+        const BFloat16* panel = panels + (c - from) * stride;
+        if constexpr (linear::kTiles) {
+          linear::add_tiles<Operand::pairs>(n, bytes_of(query), stride * 2, bytes_of(panel), stride * 2, true, scores + c, kScoreStride * 4);
+        } else {
+          multiply_rows<kRows>(half, query, stride, panel, scores + c);
+          if (half < n) multiply_rows<kRows>(n - half, query + half * stride, stride, panel, scores + half * kScoreStride + c);
+        }
       }
       for (int64_t i = r; to == last && i < r + n; ++i) {
         weigh_row(args, scores + (i - r) * kScoreStride, rows.factors[i], first, last, rows.first_seen(rows.begin + i) - origin,
@@ -636,7 +654,15 @@ static void compute_part_by_tiles(const Rows<BFloat16, BFloat16>& rows, int64_t 
     }
   }
   fetch_first(values + begin, args.value.dim);
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
   weigh_by_tiles(count, weights + first, kWeightStride, values + first, args.value.dim, last - first, results, results_stride, shapes);
+#else
+  const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
+  for (int64_t r = 0; r < count; r += tile_rows) {
+    weigh_rows<kRows>(static_cast<int>(least(tile_rows, count - r)), weights + r * kWeightStride, kWeightStride, values, args.value.dim,
+                      begin / 2 * 2, rounded_up(end, 2), results + r * results_stride, results_stride);
+  }
+#endif
 }
 #endif
 
@@ -687,7 +713,7 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
     }
   }
   fetch_first(values + begin, args.value.dim);
-  // Weights take the place of scores; pairs take the first half of it. Integers are multiples of their row's unit.
+  // Weights take the place of scores; integers take the first half of it, and are multiples of their row's unit.
   float units[kMostRows];
   for (int64_t r = 0; r < count; ++r) {
     float* row = scores + r * kScoreStride;
@@ -705,11 +731,7 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
         if constexpr (kInWords<Element>) heaviest = maximum(weight[v], heaviest);
       }
       for (int v = 0; v < linear::kVectors; ++v) {
-        if constexpr (kInWords<Element>) {
-          store(row + j + v * kLanes, weight[v]);
-        } else {
-          store(row_weights + j + v * kLanes, weight[v]);
-        }
+        store(row + j + v * kLanes, weight[v]);
       }
     }
     if constexpr (kInWords<Element>) {
@@ -721,7 +743,7 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
     results[r * stride + padded] = top;
     results[r * stride + padded + 1] = sum(total[0]);
   }
-  const int64_t odd = kInPairs<Element> ? 1 : 0;
+  const int64_t odd = kInWords<Element> ? 1 : 0;
   begin -= begin & odd, end += end & odd;
   const auto* weights = static_cast<const Element*>(static_cast<const void*>(scores));
   const int64_t weight_stride = kScoreStride * static_cast<int64_t>(sizeof(float) / sizeof(Element));
@@ -778,8 +800,8 @@ static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Pl
   read_query(rows);
   const int64_t count = rows.end - rows.begin;
   const auto compute = [&](int64_t part, float* to) {
-    if constexpr (kByTiles<Element>) {
-      compute_part_by_tiles(rows, part, to, shapes);
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      compute_part_in_pairs(rows, part, to, shapes);
     } else {
       compute_part(rows, part, to);
     }

@@ -445,6 +445,12 @@ INLINE void prefetch_next_block(const T* here) {
   __builtin_prefetch(here + kBlock * kColumns, 0, 2);
 }
 
+// A sum of floats or integers, which are bits here: added to the one at `to`, or stored if it is the `first`.
+template <typename Sum>
+INLINE void add_to(float* to, bool first, Sum sum) {
+  store(to, bits<Vec>(first ? sum : bits<Sum>(load(to)) + sum));
+}
+
 // Of R rows and P panels, `apart` weights from one to the next. The sums are added to totals[P][R][kColumns], or are these if
 // `first`; the totals of panels are `totals_apart` from each other. Weights of 16 bits are widened in registers.
 template <int R, int P, typename W>
@@ -472,8 +478,7 @@ static void tile_floats(const float* x, int64_t stride, const W* panel, int64_t 
 #pragma GCC unroll 12
   for (int i = 0; i < P * R * kVectors; ++i) {
     float* to = totals + i / (R * kVectors) * totals_apart + i % (R * kVectors) * kLanes;
-    const Vec sum = total[i / (R * kVectors)][i / kVectors % R][i % kVectors];
-    store(to, first ? sum : load(to) + sum);
+    add_to(to, first, total[i / (R * kVectors)][i / kVectors % R][i % kVectors]);
   }
 }
 
@@ -491,7 +496,8 @@ static void tile_of_floats(Type type, const float* x, int64_t stride, const void
 
 #if defined(__AVX512BF16__)
 template <int R>
-static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel, int64_t k, float* sums) {
+static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel, int64_t k, bool first, float* sums,
+                       int64_t sum_stride = kColumns) {
   __m512 total[R][kVectors] = {};
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kColumns) {
     __m512bh w[kVectors];
@@ -507,8 +513,9 @@ static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel,
       for (int v = 0; v < kVectors; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], w[v], factor);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(sums + r * kColumns + v * kLanes, total[r][v]);
+    for (int v = 0; v < kVectors; ++v) add_to(sums + r * sum_stride + v * kLanes, first, bits<Vec>(total[r][v]));
   }
 }
 #endif
@@ -524,7 +531,7 @@ INLINE IntVec add_products(IntVec total, __m512i x, __m512i w, int16_t) {
 
 // Quads of uint8 and int8, or pairs of int16.
 template <int R, typename X, typename W>
-static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k, float* sums) {
+static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k, bool first, float* sums) {
   constexpr int kTogether = 4 / sizeof(X);
   IntVec total[R][kVectors] = {};
   for (int64_t i = 0; i < k; i += kTogether, panel += kTogether * kColumns) {
@@ -541,8 +548,9 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
       for (int v = 0; v < kVectors; ++v) total[r][v] = add_products(total[r][v], factor, w[v], X{});
     }
   }
-  for (int r = 0; r < R; ++r) {  // the sums stay integers: they are bits here
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) add_to(sums + r * kColumns + v * kLanes, first, total[r][v]);
   }
 }
 #endif
@@ -582,7 +590,7 @@ INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes
 }
 
 template <int R>
-static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int64_t k, float* sums) {
+static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int64_t k, bool first, float* sums) {
   IntVec total[R][kVectors] = {};
   for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns) {
     Bytes w[kVectors];
@@ -597,8 +605,9 @@ static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int
       for (int v = 0; v < kVectors; ++v) total[r][v] = add_bytes(total[r][v], w[v], four_times(four));
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
+    for (int v = 0; v < kVectors; ++v) add_to(sums + r * kColumns + v * kLanes, first, total[r][v]);
   }
 }
 #endif
@@ -648,6 +657,7 @@ static void add_group(const GroupRows& rows, const GroupWeights& weights, int64_
       }
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     const float scale = rows.numbers[r * rows.numbers_stride], sum = rows.numbers[r * rows.numbers_stride + 1];
     for (int v = 0; v < kVectors; ++v) {
@@ -794,7 +804,7 @@ template <Operand kOperand>
 static void add_tiles(int, const uint8_t*, int64_t, const uint8_t*, int64_t, bool, float*, int64_t = 0, Fetch = {}) {}
 #endif
 
-// The sums of a tile of rows, or of floats: added to `sums` unless `first`. `type`: of the weights, float32 if they were converted.
+// The sums of a tile of rows, added to `sums` unless `first`. `type`: of the weights, float32 if they were converted.
 template <int R>
 static void tile(Operand operand, Type type, int rows, const void* x, int64_t stride, const void* panel, int64_t k, float* sums,
                  bool first = true) {
@@ -805,17 +815,17 @@ static void tile(Operand operand, Type type, int rows, const void* x, int64_t st
     case Operand::float32: return tile_of_floats<R, 1>(type, static_cast<const float*>(x), stride, panel, 0, k, first, sums, 0);
     case Operand::pairs:
 #if defined(__AVX512BF16__)
-      return tile_pairs<R>(static_cast<const BFloat16*>(x), stride, static_cast<const BFloat16*>(panel), k, sums);
+      return tile_pairs<R>(static_cast<const BFloat16*>(x), stride, static_cast<const BFloat16*>(panel), k, first, sums);
 #endif
     case Operand::quads:
 #if defined(__AVX512VNNI__)
-      return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+      return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, first, sums);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-      return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+      return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, first, sums);
 #endif
     case Operand::words:
 #if defined(__AVX512VNNI__)
-      return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, sums);
+      return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, first, sums);
 #endif
       break;
     case Operand::groups: break;  // add_group
@@ -1106,19 +1116,10 @@ static void finish_row(const LinearArgs& args, const float* sums, float row_scal
   }
 }
 
-// totals += sums of a block, times its scales, less what scales subtract for each 1 of `x_sum`; the first block sets them. Sums
-// and totals of quads are integers: bits here.
-static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float x_sum,
-                      float* totals) {
+// totals += sums of a block, times its scales, less what scales subtract for each 1 of `x_sum`; the first block sets them.
+static void add_block(const float* sums, bool first, const BlockScales& scales, float x_sum, float* totals) {
   for (int v = 0; v < kVectors; ++v) {
-    Vec add = load(sums + v * kLanes);
-    if (operand == Operand::quads) {
-      if (!first) add = bits<Vec>(bits<IntVec>(add) + bits<IntVec>(load(totals + v * kLanes)));
-      store(totals + v * kLanes, add);
-      continue;
-    }
-    if (args.group) add = add * scales.of[v] - scales.less[v] * x_sum;
-    store(totals + v * kLanes, first ? add : load(totals + v * kLanes) + add);
+    add_to(totals + v * kLanes, first, load(sums + v * kLanes) * scales.of[v] - scales.less[v] * x_sum);
   }
 }
 
@@ -1155,7 +1156,7 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
       alignas(64) float sums[2 * kTileRows * kColumns];
       add_tiles<Operand::pairs>(count, from, x.bytes, weights, bytes, true, sums);
       for (int i = 0; i < count; ++i) {
-        add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), totals + i * kColumns);
+        add_block(sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), totals + i * kColumns);
       }
     } else {
       Fetch fetch{next, share};
@@ -1212,11 +1213,11 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     float* to = totals + (r - rows.begin) * kColumns;
-    const bool adds = operand == Operand::float32 && !args.group;  // to the totals by itself
+    const bool scaled = args.group != 0;  // block by block
     tile<kRows>(operand, in_place ? args.weight_type : Type::float32, left, from, x.bytes / operand_bytes(operand), weights,
-                k.end - k.begin, adds ? to : sums, !adds || k.begin == 0);
-    for (int i = 0; i < left && !adds; ++i) {
-      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), to + i * kColumns);
+                k.end - k.begin, scaled ? sums : to, scaled || k.begin == 0);
+    for (int i = 0; i < left && scaled; ++i) {
+      add_block(sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), to + i * kColumns);
     }
   }
 }

@@ -435,6 +435,25 @@ async def test_a_request_that_leaves_while_its_model_waits_for_room_changes_noth
     await models.stop()
 
 
+async def test_a_sleep_that_fails_is_seen_though_its_taker_has_left_meanwhile() -> None:
+    SlowSleeper.may_sleep = asyncio.Event()
+    models = registry(slow_sleeper, "ab", most_bytes=15)
+    a, b = models
+    await models.until_serving(a)
+    process = a.process
+    assert isinstance(process, SlowSleeper)
+    process.error = RequestFailed("invalid", "it does not sleep now")
+    taker = asyncio.create_task(models.until_serving(b))
+    await eventually(lambda: a.state == "asleep")
+    taker.cancel()
+    unloading = asyncio.create_task(models.unload(b))
+    await asyncio.sleep(0.01)
+    SlowSleeper.may_sleep.set()
+    await unloading
+    assert (a.state, a.holds, process.is_alive) == ("unloaded", False, False)
+    await models.stop()
+
+
 async def test_a_keep_alive_ends_no_model_that_has_got_a_request_and_each_that_has_none() -> None:
     models = registry(slow_sleeper, "")
     a = models.add(ModelOptions("a", "made up", residency=Residency(0.0, pinned=False, preload=False)))
