@@ -339,6 +339,10 @@ class CacheManager:
             num_tokens = min(num_tokens, retention.num_tokens)
         self.index.retain(self._full_blocks(row, num_tokens), retention, now)
 
+    def open_pin(self, name: str, tokens: int) -> None:
+        """Begin pin `name` of the first `tokens` tokens of a prompt."""
+        self.pins.open(name, self.blocks_to_pin(tokens), tokens // self.block_size)
+
     def pin(self, row: int, num_tokens: int, name: str) -> None:
         """Let pin `name` hold the full blocks of `row`'s first `num_tokens` tokens, which are committed."""
         self.pins.hold(name, self._full_blocks(row, num_tokens), self.index)

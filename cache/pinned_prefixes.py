@@ -23,11 +23,12 @@ _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """Blocks that it is to hold, in all tables; the nodes of those that it holds, and of these the ones with window blocks, by
+    """Blocks that it is to hold, in all tables, and nodes; the nodes that it holds, and of these the ones with window blocks, by
     group.
     """
 
     num_blocks: int
+    num_nodes: int
     nodes: Nodes
     of_windows: Sequence[Nodes] = ()
 
@@ -69,17 +70,18 @@ class PinnedPrefixes:
         return len(self._pins[name].nodes) if name in self._pins else 0
 
     def has_nodes_for(self, num_nodes: int, index: PrefixIndex) -> bool:
-        """Whether pins may hold `num_nodes` more. Of nodes without bytes they hold half of the index's at most."""
-        return self.anchors is self._pool or sum(map(len, self.nodes)) + num_nodes <= index.capacity // 2
+        """Whether pins may hold `num_nodes` more than they are to. Of nodes without bytes they hold half of the index's at most."""
+        promised = sum(len(pin.nodes) or pin.num_nodes for pin in self._pins.values())
+        return self.anchors is self._pool or promised + num_nodes <= index.capacity // 2
 
     def num_among(self, nodes: Nodes) -> int:
         """How many of `nodes` are pinned."""
         return int(np.isin(nodes, np.concatenate((_NO_NODES, *self.nodes))).sum())
 
-    def open(self, name: str, num_blocks: int) -> None:
-        """Begin pin `name`, which is to hold `num_blocks`."""
+    def open(self, name: str, num_blocks: int, num_nodes: int) -> None:
+        """Begin pin `name`, which is to hold `num_blocks` in all tables, and that many nodes."""
         assert name not in self._pins, f"{name} is open"
-        self._pins[name] = _Pin(num_blocks, _NO_NODES)
+        self._pins[name] = _Pin(num_blocks, num_nodes, _NO_NODES)
 
     def hold(self, name: str, blocks: BlockIds, index: PrefixIndex) -> None:
         """Let pin `name` hold the first of `blocks`, of a chain from its root that a row holds, as many as are findable, and as
@@ -92,10 +94,7 @@ class PinnedPrefixes:
             return
         findable = index.findable(blocks)
         nodes = index.blocks.nodes_in(blocks if findable.all() else blocks[: int(findable.argmin())])
-        nodes = nodes[: index.windows.num_readable(nodes, on_host=False)]
-        if not self.has_nodes_for(len(nodes), index):
-            return
-        pin.nodes = nodes
+        pin.nodes = nodes = nodes[: index.windows.num_readable(nodes, on_host=False)]
         self.anchors.retain(index.blocks.of_node[nodes])
         pin.of_windows = [index.windows.read_next(window, nodes) for window in index.windows]
         for window, of_window in zip(index.windows, pin.of_windows, strict=True):
@@ -133,6 +132,7 @@ class PinnedPrefixes:
         """Check that each pin holds a chain from its root, on the device. Raises AssertionError."""
         for name, pin in self._pins.items():
             assert len(self._blocks_of(pin, index)) <= pin.num_blocks, f"{name} holds more than it was opened for"
+            assert len(pin.nodes) <= pin.num_nodes, f"{name} holds more nodes than it was opened for"
             assert index.is_chain(pin.nodes), f"{name} holds no chain"
             assert index.windows.num_readable(pin.nodes, on_host=False) == len(pin.nodes), f"{name} lacks what is read next"
             assert (index.blocks.of_node[pin.nodes] >= 0).all(), f"{name} holds a block that is not on the device"

@@ -87,7 +87,7 @@ def add(state: SchedulerState, sequence: Sequence) -> None:
     """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
     leader, waiting, request = sequence.leader, state.waiting, sequence.request
     if request.pin:
-        state.cache.pins.open(request.pin, state.cache.blocks_to_pin(len(request.prompt_token_ids)))
+        state.cache.open_pin(request.pin, len(request.prompt_token_ids))
     if leader is not None and not leader.is_computed:
         waiting.wait_for_prompt(sequence, leader)
         return

@@ -357,9 +357,10 @@ class SchedulerState:
 
     def _open_pin(self, request: Request) -> None:
         """Begin the pin of `request`, if it asks for one, and there is room for it beside those that are here."""
-        num_blocks = self.cache.blocks_to_pin(len(request.prompt_token_ids))
-        if request.pin and num_blocks <= self.most_pinned - self.cache.pins.num_promised:
-            self.cache.pins.open(request.pin, num_blocks)
+        cache, tokens = self.cache, len(request.prompt_token_ids)
+        fits = cache.blocks_to_pin(tokens) <= self.most_pinned - cache.pins.num_promised
+        if request.pin and fits and cache.pins.has_nodes_for(tokens // cache.block_size, cache.index):
+            cache.open_pin(request.pin, tokens)
 
     def can_fork(self, leader: Sequence, fork: Sequence) -> bool:
         """Whether `fork` can begin with the blocks of `leader`, which has a row, for all of its tokens but the last.

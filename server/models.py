@@ -828,14 +828,18 @@ class ModelRegistry:
         return ", ".join(map(repr, self._models)) or "none"
 
 
-async def _to_its_end(work: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the end of `work`, even if that is cancelled meanwhile."""
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for the end of `work`, however often that is cancelled meanwhile."""
     working = asyncio.create_task(work)
-    try:
-        await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.gather(working, return_exceptions=True)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait({working})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    working.result()
 
 
 def _failed(model: ServedModel) -> ApiError:

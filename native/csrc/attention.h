@@ -53,11 +53,9 @@ using ElementOf = typename Operands<T, C>::Element;
 template <typename Element>
 constexpr bool kInWords = std::is_same_v<Element, int16_t>;
 template <typename Element>
-constexpr bool kInPairs = sizeof(Element) == 2;
-template <typename Element>
-constexpr Operand kOperand = kInWords<Element> ? Operand::words : kInPairs<Element> ? Operand::pairs : Operand::float32;
+constexpr bool kInPairs = std::is_same_v<Element, BFloat16>;
 template <typename Element>  // the processor's tiles multiply, for one query as for many
-constexpr bool kByTiles = std::is_same_v<Element, BFloat16> && linear::kTiles;
+constexpr bool kByTiles = kInPairs<Element> && linear::kTiles;
 template <typename C>
 constexpr bool kScaled = std::is_same_v<C, int8_t>;
 
@@ -580,28 +578,28 @@ INLINE void weigh_row(const AttentionArgs& args, float* row, float factor, int64
     }
     factor = 1.f;
   }
-  const float top = combined(larger(most[0], most[1]), larger) * factor;
+  const float top = combined(larger(most[0], most[1]), larger);
   constexpr float kLog2E = 1.44269504f;
-  const Vec scale = broadcast(factor * kLog2E), base = broadcast(base_of(top) * kLog2E);
+  const Vec scale = broadcast(factor * kLog2E), base = broadcast(base_of(top));
   Vec total[linear::kVectors] = {};
   for (int64_t j = first; j < last; j += kColumns) {
     for (int v = 0; v < linear::kVectors; ++v) {
-      const Vec weight = power_of_two(load(row + j + v * kLanes) * scale - base);
+      const Vec weight = power_of_two((load(row + j + v * kLanes) - base) * scale);  // exactly 1 at the largest, whatever its size
       total[v] += weight;
       store(weights + j + v * kLanes, weight);
     }
   }
-  result[0] = top;
+  result[0] = top * factor;
   result[1] = combined(total[0] + total[1], [](Vec a, Vec b) { return a + b; });
 }
 
-// sums[rows][kScoreStride] = a panel's scores; `rows` are R at most.
+// products[rows][kScoreStride] = those of queries with a panel's keys; `rows` are R at most.
 template <int R>
-static void multiply_rows(int rows, const BFloat16* query, int64_t stride, const BFloat16* panel, float* sums) {
+static void multiply_rows(int rows, const BFloat16* query, int64_t stride, const BFloat16* panel, float* products) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<R - 1>(rows, query, stride, panel, sums);
+    if (rows < R) return multiply_rows<R - 1>(rows, query, stride, panel, products);
   }
-  linear::tile_pairs<R>(query, stride, panel, stride, true, sums, kScoreStride);
+  linear::tile_pairs<R>(query, stride, panel, stride, true, products, kScoreStride);
 }
 
 // compute_part in pairs, by tiles if there are any, for one query as for many. Scores of some rows at a time stay in the first
@@ -616,7 +614,7 @@ static void compute_part_in_pairs(const Rows<BFloat16, BFloat16>& rows, int64_t 
   int64_t begin = rows.first_seen(rows.begin) - origin, end = rows.position(rows.end - 1) + 1 - origin;
   begin = begin < 0 ? 0 : begin, end = least(end, kPart);
   const int64_t first = begin / kColumns * kColumns, last = rounded_up(end, kColumns);
-  const int64_t results_stride = result_stride(args), padded = padded_values(args), filled = dim / 2 * 2;
+  const int64_t results_stride = result_stride(args), padded = padded_values(args), filled = rounded_up(dim, 2);
   // All of a part, or there are kTogether rows at most.
   const int64_t keys_together = linear::kTiles || count > kTogether ? kPacked * kPart / stride / kColumns * kColumns : kColumns;
 
@@ -635,7 +633,7 @@ static void compute_part_in_pairs(const Rows<BFloat16, BFloat16>& rows, int64_t 
       pack_keys(keys + c, dim, panel);
     }
     for (int64_t r = 0; r < count; r += kTogether) {
-      const int n = static_cast<int>(least(kTogether, count - r)), half = n > kRows ? (n + 1) / 2 : n;
+      const int n = static_cast<int>(least(kTogether, count - r));
       const BFloat16* query = rows.query + r * stride;
       if constexpr (linear::kTiles) shapes.set(n);
       for (int64_t c = from; c < to; c += kColumns) {
@@ -643,17 +641,18 @@ static void compute_part_in_pairs(const Rows<BFloat16, BFloat16>& rows, int64_t 
         if constexpr (linear::kTiles) {
           linear::add_tiles<Operand::pairs>(n, bytes_of(query), stride * 2, bytes_of(panel), stride * 2, true, scores + c, kScoreStride * 4);
         } else {
-          multiply_rows<kRows>(half, query, stride, panel, scores + c);
-          if (half < n) multiply_rows<kRows>(n - half, query + half * stride, stride, panel, scores + half * kScoreStride + c);
+          for (int i = 0; i < n; i += kRows) {
+            multiply_rows<kRows>(n - i < kRows ? n - i : kRows, query + i * stride, stride, panel, scores + i * kScoreStride + c);
+          }
         }
       }
+      if (r == 0 && to == last) fetch_first(values + begin, args.value.dim);  // while weights are computed
       for (int64_t i = r; to == last && i < r + n; ++i) {
         weigh_row(args, scores + (i - r) * kScoreStride, rows.factors[i], first, last, rows.first_seen(rows.begin + i) - origin,
                   rows.position(rows.begin + i) + 1 - origin, weights + i * kWeightStride, results + i * results_stride + padded);
       }
     }
   }
-  fetch_first(values + begin, args.value.dim);
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
   weigh_by_tiles(count, weights + first, kWeightStride, values + first, args.value.dim, last - first, results, results_stride, shapes);
 #else
@@ -666,10 +665,11 @@ static void compute_part_in_pairs(const Rows<BFloat16, BFloat16>& rows, int64_t 
 }
 #endif
 
-// results[rows] of one part, of which any row sees something.
+// results[rows] of one part, of which any row sees something, in floats or words.
 template <typename T, typename C>
 static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
   using Element = ElementOf<T, C>;
+  constexpr Operand kOperand = kInWords<Element> ? Operand::words : Operand::float32;
   const AttentionArgs& args = rows.args;
   const int64_t count = rows.end - rows.begin, origin = part * kPart;
   // What any row sees, and the whole panels around it.
@@ -708,7 +708,7 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
     pack_keys(keys + c, args.key.dim, panel);
     for (int64_t r = 0; r < count; r += tile_rows) {
       const int n = static_cast<int>(least(tile_rows, count - r));
-      linear::tile<kRows>(kOperand<Element>, Type::float32, n, rows.query + r * rows.query_stride, rows.query_stride, panel, panel_rows, sums);
+      linear::tile<kRows>(kOperand, Type::float32, n, rows.query + r * rows.query_stride, rows.query_stride, panel, panel_rows, sums);
       for (int i = 0; i < n; ++i) finish_row(r + i, sums + i * kColumns, c);
     }
   }
@@ -719,24 +719,21 @@ static void compute_part(const Rows<T, C>& rows, int64_t part, float* results) {
     float* row = scores + r * kScoreStride;
     const float top = largest(most[r]);
     const Vec base = broadcast(base_of(top));
-    Element* row_weights = static_cast<Element*>(static_cast<void*>(row));
     Vec total[linear::kVectors] = {};  // independent, so that the processor computes them at once
     Vec heaviest{};
     for (int64_t j = first_panel; j < last_panel; j += kColumns) {
-      Vec weight[linear::kVectors];
       for (int v = 0; v < linear::kVectors; ++v) {
-        weight[v] = exponential_of_negative(load(row + j + v * kLanes) - base);
-        total[v] += weight[v];
-        if constexpr (kScaled<C>) weight[v] = weight[v] * load(value_scales + j + v * kLanes);
-        if constexpr (kInWords<Element>) heaviest = maximum(weight[v], heaviest);
-      }
-      for (int v = 0; v < linear::kVectors; ++v) {
-        store(row + j + v * kLanes, weight[v]);
+        Vec weight = exponential_of_negative(load(row + j + v * kLanes) - base);
+        total[v] += weight;
+        if constexpr (kScaled<C>) weight = weight * load(value_scales + j + v * kLanes);
+        if constexpr (kInWords<Element>) heaviest = maximum(weight, heaviest);
+        store(row + j + v * kLanes, weight);
       }
     }
     if constexpr (kInWords<Element>) {
       const float most_weight = largest(heaviest), inverse = most_weight > 0.f ? kLargestWeight / most_weight : 0.f;
       units[r] = most_weight / kLargestWeight;
+      auto* row_weights = static_cast<Element*>(static_cast<void*>(row));
       for (int64_t j = first_panel; j < last_panel; j += kLanes) store(row_weights + j, load(row + j) * inverse);
     }
     for (int v = 1; v < linear::kVectors; ++v) total[0] += total[v];
@@ -800,7 +797,7 @@ static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Pl
   read_query(rows);
   const int64_t count = rows.end - rows.begin;
   const auto compute = [&](int64_t part, float* to) {
-    if constexpr (std::is_same_v<Element, BFloat16>) {
+    if constexpr (kInPairs<Element>) {
       compute_part_in_pairs(rows, part, to, shapes);
     } else {
       compute_part(rows, part, to);

@@ -437,7 +437,7 @@ static void scaled_rows(const LinearArgs& args, const int64_t* rows, int64_t cou
   }
 }
 
-// --- the inner loops: sums[kRows][kColumns] = a tile of R rows of x times a block of a panel ---
+// --- the inner loops: a tile of R rows of x times a block of a panel, added to sums[R][kColumns], or these if it is the `first` ---
 
 // Weights come from memory while the block before them is multiplied.
 template <typename T>
@@ -445,7 +445,7 @@ INLINE void prefetch_next_block(const T* here) {
   __builtin_prefetch(here + kBlock * kColumns, 0, 2);
 }
 
-// A sum of floats or integers, which are bits here: added to the one at `to`, or stored if it is the `first`.
+// A sum of floats or integers, which are bits here.
 template <typename Sum>
 INLINE void add_to(float* to, bool first, Sum sum) {
   store(to, bits<Vec>(first ? sum : bits<Sum>(load(to)) + sum));
@@ -495,6 +495,7 @@ static void tile_of_floats(Type type, const float* x, int64_t stride, const void
 }
 
 #if defined(__AVX512BF16__)
+// Rows of sums are `sum_stride` apart.
 template <int R>
 static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel, int64_t k, bool first, float* sums,
                        int64_t sum_stride = kColumns) {
@@ -1209,11 +1210,11 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   if (operand == Operand::groups) return add_panel_group(args, x, rows, p, k, static_cast<const uint8_t*>(weights), totals);
   const BlockScales scales(args, k.begin, p * kColumns);
   const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
+  const bool scaled = args.group != 0;  // block by block
   for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     float* to = totals + (r - rows.begin) * kColumns;
-    const bool scaled = args.group != 0;  // block by block
     tile<kRows>(operand, in_place ? args.weight_type : Type::float32, left, from, x.bytes / operand_bytes(operand), weights,
                 k.end - k.begin, scaled ? sums : to, scaled || k.begin == 0);
     for (int i = 0; i < left && scaled; ++i) {

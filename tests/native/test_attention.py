@@ -68,7 +68,7 @@ def test_random_steps(case: Case, stored: torch.dtype | None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_dims(dtype: torch.dtype) -> None:
     others: list[dict[str, Any]] = [{}, {"window": 37, "softcap": 5.0}]
-    dims = [(1, 1), (3, 70), (80, 96), (33, 31), (128, 64), (192, 128), (512, 512)]
+    dims = [(1, 1), (3, 70), (80, 96), (33, 31), (128, 64), (192, 128), (352, 64), (480, 64), (512, 512)]
     for i, some in enumerate(dims):
         for j, stored in enumerate(STORED):
             chunks, over = ((1, 300), (1, 7), (40, 290)), others[(i + j) % 2]
@@ -155,15 +155,17 @@ def test_queries_and_rows_of_any_stride() -> None:
     assert torch.equal(kernel().attend(built.call), kernel().attend(replace(call, query=call.query.contiguous())))
 
 
-def test_equal_scores_and_great_scores() -> None:
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_equal_scores_and_great_scores(dtype: torch.dtype, atol: float) -> None:
     """Weights of equal scores are equal, and scores far beyond the exponential's range give the largest alone."""
-    built = build(Case(((1, 300),), torch.float32, aliased=True))
+    built = build(Case(((1, 300),), dtype, aliased=True))
     call = built.call
     same = kernel().attend(replace(call, query=torch.zeros_like(call.query)))
-    torch.testing.assert_close(same[0, ::2], built.values[0].mean(0), atol=1e-6, rtol=0)
-    great = kernel().attend(replace(call, scaling=1e6))
-    scores = torch.einsum("hd,khd->hk", call.query[0, ::2], built.keys[0])
-    torch.testing.assert_close(great[0, ::2], built.values[0][scores.argmax(1), torch.arange(2)], atol=0, rtol=0)
+    torch.testing.assert_close(same[0, ::2].float(), built.values[0].float().mean(0), atol=atol, rtol=0)
+    scores = torch.einsum("hd,khd->hk", call.query[0, ::2].float(), built.keys[0].float())
+    for scaling in (1e6, 1e12):
+        great = kernel().attend(replace(call, scaling=scaling))
+        torch.testing.assert_close(great[0, ::2], built.values[0][scores.argmax(1), torch.arange(2)], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

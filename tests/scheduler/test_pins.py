@@ -120,9 +120,10 @@ def test_what_cannot_be_pinned_is_refused() -> None:
         World(24, BLOCK, caching=True, max_model_len=40, groups=(state_group(2),)).add_request(pin_of("pin", 1, 1))
     world = World(60, BLOCK, caching=True, max_model_len=400, groups=(LayerGroup(1, 9),))
     most = world.cache.index.capacity // 2 // 90
-    for number in range(most):
+    for number in range(most - 1):
         pin(world, number, 90)
-    assert sum(map(len, world.cache.pins.nodes)) == 90 * most
+    world.add_request(pin_of("to come", most - 1, 90))
+    assert sum(map(len, world.cache.pins.nodes)) == 90 * (most - 1)
     with pytest.raises(RequestRejected, match="at most half of the"):
         world.add_request(pin_of("pin", most, 90))
 
