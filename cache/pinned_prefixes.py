@@ -23,9 +23,7 @@ _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """Blocks that it is to hold, in all tables, and nodes; the nodes that it holds, and of these the ones with window blocks, by
-    group.
-    """
+    """Blocks in all tables, and nodes, that it is to hold; nodes that it holds, and those with window blocks, by group."""
 
     num_blocks: int
     num_nodes: int
@@ -70,7 +68,7 @@ class PinnedPrefixes:
         return len(self._pins[name].nodes) if name in self._pins else 0
 
     def has_nodes_for(self, num_nodes: int, index: PrefixIndex) -> bool:
-        """Whether pins may hold `num_nodes` more than they are to. Of nodes without bytes they hold half of the index's at most."""
+        """Whether pins may hold `num_nodes` besides theirs. Of nodes without bytes they hold half of the index's at most."""
         promised = sum(len(pin.nodes) or pin.num_nodes for pin in self._pins.values())
         return self.anchors is self._pool or promised + num_nodes <= index.capacity // 2
 
