@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from typing import Any, Literal
 PACKAGES = (
     "pagetide", "torch", "transformers", "triton", "cuda-bindings", "numpy", "flash-attn", "flash-attn-4", "flashinfer-python"
 )  # fmt: skip
+
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that native kernels differ by
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,15 @@ def percentile(samples: Sequence[float], share: float) -> float:
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in general words."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu = models[0] if models else platform.processor()
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name") or platform.processor(),
+        "features": [feature for feature in FEATURES if feature in flags],
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -76,7 +84,8 @@ def versions() -> dict[str, str]:
 
 def report(title: str, figures: list[Figure], seed: int, json_file: str | None) -> None:
     """Print a table; write JSON to `json_file`, if given."""
-    print(f"\n{title}")
+    on = machine()
+    print(f"\n{title}\n  on {', '.join([on['cpu'], str(on['cores']) + ' cores', *on['features']])}")
     width = max(len(f.name) for f in figures)
     for f in figures:
         sign = "<=" if f.better == "lower" else ">="
@@ -85,7 +94,7 @@ def report(title: str, figures: list[Figure], seed: int, json_file: str | None) 
     if json_file:
         content = {
             "figures": [asdict(f) | {"meets": f.meets} for f in figures],
-            "machine": machine(),
+            "machine": on,
             "versions": versions(),
             "seed": seed,
         }

@@ -30,7 +30,7 @@ from pagetide.engine.loading.mapped_files import LIBC
 from pagetide.engine.loading.mapped_weights import MappedWeights
 
 HIDDEN, LAYERS = 1024, 24
-MOST_TIME, MOST_MEMORY = 2.5, 1.15
+MOST_TIME, MOST_MEMORY = 2.0, 1.15
 
 
 def cached_bytes(weights: MappedWeights) -> int:
