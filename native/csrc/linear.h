@@ -1172,6 +1172,13 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
   }
 }
 
+// Outputs of rows, from column `first` on, come into the first cache to be written soon: a row's are far from the next one's.
+INLINE void fetch_outputs(const LinearArgs& args, Range rows, int64_t first) {
+  const int64_t size = args.x_type == Type::float32 ? 4 : 2;
+  const auto* out = static_cast<const uint8_t*>(args.out) + first * size;
+  for (int64_t r = rows.begin; r < rows.end; ++r) __builtin_prefetch(out + r * args.out_stride * size, 1, 3);
+}
+
 // add_panel_block for rows of int8; `weights` are the group in the panel.
 static void add_panel_group(const LinearArgs& args, const Rows& x, Range rows, int64_t p, Range k, const uint8_t* weights,
                             float* totals) {
@@ -1215,6 +1222,7 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     float* to = totals + (r - rows.begin) * kColumns;
+    if (k.end == args.k) fetch_outputs(args, {r, r + left}, p * kColumns);
     tile<kRows>(operand, in_place ? args.weight_type : Type::float32, left, from, x.bytes / operand_bytes(operand), weights,
                 k.end - k.begin, scaled ? sums : to, scaled || k.begin == 0);
     for (int i = 0; i < left && scaled; ++i) {
@@ -1293,9 +1301,10 @@ static void compute_item(const LinearArgs& args, Operand operand, const Rows& x,
         const bool more = p + 1 < last || of.end < args.k;
         const uint8_t* next = !fetches || !more ? nullptr : p + 1 < last ? place_of(p + 1, k) : place_of(first, of.end);
         add_panel_block(args, operand, x, rows, p, of, fetches && (p > first || k > 0), next, totals[p - first], shapes);
+        if (of.end == args.k) finish_panel(args, operand, x, rows, p, totals[p - first]);
       }
     }
-    for (int64_t p = first; p < last; ++p) finish_panel(args, operand, x, rows, p, totals[p - first]);
+    for (int64_t p = first; few && p < last; ++p) finish_panel(args, operand, x, rows, p, totals[p - first]);
   }
 }
 
