@@ -228,7 +228,7 @@ class EngineArguments:
     )
     quantization: Quantization | None = setting(
         None, Kind("FORM", check_quantization), "int8 or int4 weights, CPU only", unset="not quantized",
-        doc='"int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native kernels. '
+        doc='"int8" or "int4": hold the weights of linear layers in 8 or about 4.25 bits, on a CPU with the native kernels. '
         "They are made of any checkpoint at the first load, and kept on disk. None: as `dtype` says.",
     )
     kv_cache_dtype: KvCacheDtype = setting(

@@ -25,7 +25,8 @@ from . import GROUP, Quantization, WeightForm
 
 SUPER_GROUP = 256  # weights of a factor
 SIX_BIT_BYTES = 12  # of the scales and minimums of a super group
-VERSION = 3  # of the numbers made here: other numbers from the same weights need another one
+VERSION = 4  # of the numbers made here: other numbers from the same weights need another one
+SCALES: dict[Quantization, torch.dtype] = {"int8": torch.float32, "int4": torch.bfloat16}  # docs/decisions/0087-two-layouts-of-weights.md
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs, beside that of its weights, up to which its inputs are quantized
 # in_scales are used if they reduce the error to this share: less is by chance of the tokens
 _GAIN = 0.7
@@ -157,7 +158,8 @@ def quantize(weight: torch.Tensor, method: Method) -> QuantizedWeight:
     """
     rows, columns = weight.shape
     values = torch.empty((rows, columns), dtype=torch.int8)
-    scales = torch.empty((rows,) if method.quantization == "int8" else (-(-columns // GROUP), rows))
+    size = (rows,) if method.quantization == "int8" else (-(-columns // GROUP), rows)
+    scales = torch.empty(size, dtype=SCALES[method.quantization])
     step = max(1, _CHUNK_WEIGHTS // max(1, columns))
     for begin in range(0, rows, step):
         part = _scaled(weight[begin : begin + step].detach(), method.in_scales)
@@ -246,7 +248,7 @@ def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [n, k], float32 [n, groups]. Of a few scales of each group, the one with the smallest squared error.
+    """int8 [n, k], bfloat16 [n, groups]. Of a few scales of each group, the one with the smallest squared error.
 
     The largest weight of a group is a negative multiple of its scale, since there is one more negative value.
     """
@@ -259,6 +261,7 @@ def _int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = (groups / _no_zeros(scales)).round_().clamp_(-8, 7)
         # The scale that suits these integers best.
         scales = (rounded * groups).sum(2, keepdim=True) / _no_zeros(rounded.square().sum(2, keepdim=True))
+        scales = scales.to(SCALES["int4"]).float()
         error = (rounded.mul_(scales).sub_(groups)).square_().sum(2, keepdim=True)
         better = error < least
         best, least = torch.where(better, scales, best), torch.where(better, error, least)

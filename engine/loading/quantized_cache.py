@@ -40,7 +40,7 @@ from ...native import instructions
 from ..errors import ConfigError
 from ..layers import GROUP, Quantization
 from ..layers.linears import PackedWeight
-from ..layers.quantization import VERSION
+from ..layers.quantization import SCALES, VERSION
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIGESTS = 1000
 _ABANDONED_S = 3600.0  # age of half a file: its writer must be gone
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.weights|([0-9a-f]{32}|digests)\w*\.tmp")  # of files that may be deleted
-_ARRAYS = {"packed": torch.uint8, "scales": torch.float32, "in_scales": torch.float32}
+_ARRAYS = ("packed", "scales", "in_scales")
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -255,7 +255,7 @@ def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview
         entry: dict[str, Any] = {"quantization": weight.type, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8}
         for part in _ARRAYS:
             if (tensor := getattr(weight, part)) is not None:
-                data = memoryview(tensor.contiguous().numpy()).cast("B")
+                data = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
                 entry[part] = {"offset": offset, "shape": list(tensor.shape), "crc32": zlib.crc32(data)}
                 arrays.append(data)
                 offset += _aligned(len(data))
@@ -279,10 +279,10 @@ def _read(file: BinaryIO) -> dict[str, PackedWeight]:
 
 
 def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
-    there = {part: dtype for part, dtype in _ARRAYS.items() if part in entry}
-    arrays: dict[str, Any] = {part: _array(name, entry[part], dtype, content) for part, dtype in there.items()}
-    arrays["scales"]  # each quantized weight has them
     form = entry["quantization"]
+    dtypes = {"packed": torch.uint8, "scales": SCALES[form], "in_scales": torch.float32}
+    arrays: dict[str, Any] = {part: _array(name, entry[part], dtypes[part], content) for part in _ARRAYS if part in entry}
+    arrays["scales"]  # each quantized weight has them
     more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}
     return PackedWeight(form, entry["n"], entry["k"], **arrays, **more)
 

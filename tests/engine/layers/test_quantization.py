@@ -38,12 +38,12 @@ def test_int4_has_a_scale_for_each_group_and_at_most_the_error_of_plain_rounding
     weight = random(*shape)
     made = quantize(weight, method("int4"))
     groups = -(-shape[1] // GROUP)
-    assert made.scales.shape == (groups, shape[0]) and made.values.shape == shape
+    assert made.scales.shape == (groups, shape[0]) and made.values.shape == shape and made.scales.dtype == torch.bfloat16
     assert made.values.min() >= -8 and made.values.max() <= 7
     for group in range(groups):
         part = weight[:, group * GROUP : (group + 1) * GROUP]
         values = made.values[:, group * GROUP : (group + 1) * GROUP]
-        back = values * made.scales[group, :, None]
+        back = values * made.scales[group, :, None].float()
         torch.testing.assert_close(made.dequantized()[:, group * GROUP : (group + 1) * GROUP], back)
         scale = part.abs().amax(1, keepdim=True) / 7
         plain = ((part / scale).round() * scale - part).square().sum(1)
