@@ -26,7 +26,8 @@ from . import GROUP, Quantization, WeightForm
 SUPER_GROUP = 256  # weights of a factor
 SIX_BIT_BYTES = 12  # of the scales and minimums of a super group
 VERSION = 4  # of the numbers made here: other numbers from the same weights need another one
-SCALES: dict[Quantization, torch.dtype] = {"int8": torch.float32, "int4": torch.bfloat16}  # docs/decisions/0087-two-layouts-of-weights.md
+# Types of the scales made here: docs/decisions/0087-two-layouts-of-weights.md
+SCALES: dict[Quantization, torch.dtype] = {"int8": torch.float32, "int4": torch.bfloat16}
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs, beside that of its weights, up to which its inputs are quantized
 # in_scales are used if they reduce the error to this share: less is by chance of the tokens
 _GAIN = 0.7
