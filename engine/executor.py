@@ -64,7 +64,7 @@ from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
 from .loading.mapped_weights import Level, MappedWeights
 from .loading.probe import probe, random_tokens
-from .loading.quantized_cache import QuantizedCache
+from .loading.weight_cache import WeightCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.lease_holder import LeaseHolder, lease_host_copy
@@ -164,7 +164,7 @@ class KeptModel:
         try:
             if self.weights is None:
                 assert self._loaded is not None
-                self.weights = MappedWeights.of(self._loaded.model, QuantizedCache())
+                self.weights = MappedWeights.of(self._loaded.model, WeightCache())
             self.weights.drop(level)
         except (OSError, AllocatorError) as error:
             log.warning("the model is loaded again when it wakes up, as its weights cannot sleep: %s", error)
@@ -269,6 +269,7 @@ def load_checked(
             if division is None:
                 attend_by_sequence(model, plan.geometry, tokens[None])
         specs = _check_attention(model, plan, tokenizer, checkpoint)
+    trim(device)  # of what was read, packed and joined
     return CheckedModel(model, tokenizer, specs)
 
 
@@ -347,7 +348,7 @@ def open_disk_tier(
     path = kept_dir() if config.disk_kv_path is None else Path(config.disk_kv_path)
     try:
         content = [__version__, transformers.__version__, torch.__version__, instructions(), *layout]
-        identity = hashlib.sha256(json.dumps([*content, *QuantizedCache().digests(checkpoint)]).encode()).hexdigest()
+        identity = hashlib.sha256(json.dumps([*content, *WeightCache().digests(checkpoint)]).encode()).hexdigest()
         files = DiskFiles(
             folder_of(path, str(checkpoint.spec.path.resolve()), json.dumps(layout)),
             config.disk_kv_memory,

@@ -1,4 +1,4 @@
-"""`pagetide cache`: what is kept on disk, quantized weights and computed prefixes, and its deletion."""
+"""`pagetide cache`: what is kept on disk, packed weights and computed prefixes, and its deletion."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `cache` to `commands`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "cache",
-        help="show or clear what is kept on disk: quantized weights, computed prefixes",
+        help="show or clear what is kept on disk: packed weights, computed prefixes",
         description="Computed prefixes are kept in the folder of disk_kv_path; one that an engine uses is not cleared. "
-        "Quantized weights are kept on disk, so that the next start need not quantize again. "
-        "PAGETIDE_CACHE_SIZE limits the folder (default 20GiB; 0 disables the cache): the least recently used files "
-        "are deleted first.",
+        "Weights that were quantized are kept on disk, so that the next start need not quantize again; where "
+        "PAGETIDE_CACHE_SIZE is set, packed ones that are not quantized too. It limits the folder (default 20GiB; 0 disables "
+        "the cache): the least recently used files are deleted first.",
     )
     parser.add_argument("action", choices=("info", "clear"), help="info lists the files, clear deletes them")
-    parser.add_argument("--kind", choices=("weights", "kv"), default="weights", help="quantized weights, or prefixes (kv)")
+    parser.add_argument("--kind", choices=("weights", "kv"), default="weights", help="packed weights, or prefixes (kv)")
     parser.add_argument("--path", type=Path, help="of kv: the engine's disk_kv_path (default: ~/.cache/pagetide/kv)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit status. Raises OSError if files cannot be deleted."""
     if args.kind == "kv":
         return _run_kv(args)
-    from .engine.loading.quantized_cache import QuantizedCache
+    from .engine.loading.weight_cache import WeightCache
 
-    cache = QuantizedCache()
+    cache = WeightCache()
     if args.action == "clear":
         freed = cache.clear()
         print(json.dumps({"freed_bytes": freed}) if args.json else f"{format_bytes(freed)} freed in {cache.folder}")

@@ -115,7 +115,8 @@ class PackedWeight:
 
     @classmethod
     def joined(cls, weights: Sequence[PackedWeight]) -> tuple[PackedWeight, list[int]] | None:
-        """One weight with the outputs of all `weights`, and the outputs at which each of them begins.
+        """One weight with the outputs of all `weights`, and the outputs at which each of them begins. Packed weights that lie
+        one behind another stay where they are.
 
         Where panels are not full, there are zeros between their outputs. None if they differ in more than the outputs.
         """
@@ -129,7 +130,7 @@ class PackedWeight:
             if getattr(first, name) is not None:
                 parts = [F.pad(getattr(one, name), (0, width - one.n)) for one, width in zip(weights, widths, strict=True)]
                 of_columns[name] = torch.cat(parts, -1)
-        packed = torch.cat([one.packed for one in weights])
+        packed = _as_one([one.packed for one in weights])
         return replace(first, n=sum(widths), packed=packed, **of_columns), starts
 
     @classmethod
@@ -176,6 +177,15 @@ class PackedWeight:
         packed = self.packed[start // columns * panel_bytes : -(-(start + n) // columns) * panel_bytes]
         there = {name: one for name in COLUMN_PARTS if (one := getattr(self, name)) is not None}
         return replace(self, n=n, packed=packed, **{name: one.narrow(-1, start, n) for name, one in there.items()})
+
+
+def _as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One-dimensional tensors as one: a view of their memory, if each begins where the one before ends."""
+    first, starts = parts[0], itertools.accumulate((len(one) for one in parts), initial=parts[0].storage_offset())
+    memory = first.untyped_storage().data_ptr()
+    if all(one.untyped_storage().data_ptr() == memory and one.storage_offset() == at for one, at in zip(parts, starts)):
+        return first.as_strided((sum(map(len, parts)),), (1,))
+    return torch.cat(parts)
 
 
 class NativeLinear(nn.Module):

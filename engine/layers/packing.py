@@ -16,7 +16,7 @@ from torch import nn
 
 from ... import native
 from . import onednn
-from .linears import TYPES, NativeLinear, PackedEmbedding, is_plain, uses_of_parameters
+from .linears import TYPES, NativeLinear, PackedEmbedding, PackedWeight, is_plain, uses_of_parameters
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def pack_linears(
     least_weights: int = onednn.LEAST_WEIGHTS,
     *,
     types: Mapping[str, torch.dtype] | None = None,
+    kept: Mapping[str, PackedWeight] | None = None,
     give_back: Callable[[torch.Tensor], None] | None = None,
 ) -> int:
     """Pack the linear layers of `model` on a CPU, and create their primitives, if any. Mutates the model; returns how many.
@@ -35,13 +36,14 @@ def pack_linears(
     Args:
         least_weights: Of a float32 layer for oneDNN.
         types: The types of packed layers, biases too, by the names of their weights. Others keep their own.
+        kept: Weights of native layers that were packed before, by the names of the layers. What does not fit is packed again.
         give_back: Called with each weight that nothing uses any more, before the next one is read; with parts of large ones as
             soon as these are packed. What is in use must be as it was when it is read again.
 
     The largest are packed first: what is read of a weight is held besides, and then little else is held.
     """
-    types = types or {}
-    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    types, kept = types or {}, kept or {}
+    places: dict[nn.Linear, list[str]] = {}
     wanted: dict[nn.Linear, torch.dtype] = {}
     uses, embeddings = uses_of_parameters(model), defaultdict[int, list[nn.Embedding]](list)
     for path, module in model.named_modules():
@@ -50,19 +52,23 @@ def pack_linears(
         for name, child in module.named_children():
             if not is_plain(child) or child.weight.device.type != "cpu":
                 continue
-            dtype = types.get(f"{path}.{name}.weight" if path else f"{name}.weight", child.weight.dtype)
+            place = f"{path}.{name}" if path else name
+            dtype = types.get(f"{place}.weight", child.weight.dtype)
             if packs(child.weight.numel(), wanted.setdefault(child, dtype), least_weights):
-                places.setdefault(child, []).append((module, name))
+                places.setdefault(child, []).append(place)
     packed, of_parameter = list[nn.Module](), dict[int, NativeLinear]()
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
-        weight, layer = linear.weight, _packed(linear, wanted[linear], give_back)
+        weight, same = linear.weight, of_parameter.get(id(linear.weight))
+        there = same.packed if same is not None else next((kept[place] for place in places[linear] if place in kept), None)
+        layer = _packed(linear, wanted[linear], there, give_back)
         packed.append(layer)
-        for module, name in places[linear]:
-            setattr(module, name, layer)
+        for place in places[linear]:
+            model.set_submodule(place, layer)
         uses[id(weight)] -= 1
         if isinstance(layer, NativeLinear):
-            if (same := of_parameter.setdefault(id(weight), layer)) is not layer:
+            if same is not None:
                 layer.share_parameter(same)
+            of_parameter.setdefault(id(weight), layer)
             uses[id(weight)] -= sum(PackedEmbedding.share(one, layer) for one in embeddings.pop(id(weight), ()))
         if give_back is not None and not uses[id(weight)]:
             give_back(weight)
@@ -72,10 +78,13 @@ def pack_linears(
 
 
 def _packed(
-    linear: nn.Linear, dtype: torch.dtype, give_back: Callable[[torch.Tensor], None] | None
+    linear: nn.Linear, dtype: torch.dtype, there: PackedWeight | None, give_back: Callable[[torch.Tensor], None] | None
 ) -> NativeLinear | onednn.PackedLinear:
+    """The layer with the weight that is `there`, if that is one of its sizes, else with its own."""
     if native.instructions() is None:
         return onednn.PackedLinear(linear, dtype)
+    if there is not None and (there.type, there.n, there.k) == (dtype, *linear.weight.shape):
+        return NativeLinear(there, linear.bias, dtype)
     return NativeLinear.of(linear, dtype, give_back)
 
 

@@ -11,6 +11,8 @@ of their columns are small and round to few values, and rows of inputs that are 
 zero. Factors per input channel (`in_scales`) divide them out: the product multiplies inputs by them, and the columns of the
 weight are divided by them before rounding. Rows of inputs are quantized too (`rows_in_int8`: integer products, the fastest)
 only in layers where that costs little.
+
+Weights are kept on disk: what makes other numbers of the same weights needs another VERSION (engine/loading/weight_cache.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from . import GROUP, Quantization, WeightForm
 
 SUPER_GROUP = 256  # weights of a factor
 SIX_BIT_BYTES = 12  # of the scales and minimums of a super group
-VERSION = 4  # of the numbers made here: other numbers from the same weights need another one
 # Types of the scales made here: docs/decisions/0087-two-layouts-of-weights.md
 SCALES: dict[Quantization, torch.dtype] = {"int8": torch.float32, "int4": torch.bfloat16}
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs, beside that of its weights, up to which its inputs are quantized

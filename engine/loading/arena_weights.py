@@ -36,7 +36,7 @@ from ...common.on_error import OnError
 from ...common.units import MIB
 from ..process.memory_usage import trim
 from .mapped_weights import Level, own_weights, weights_of, write_at
-from .quantized_cache import QuantizedCache
+from .weight_cache import WeightCache
 from .shard_check import layers_of
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class HostCopy:
         if not self.is_here:
             return
         if self._file is None:
-            file = QuantizedCache().unnamed_file(len(self.bytes))
+            file = WeightCache().unnamed_file(len(self.bytes))
             with OnError(file.close):
                 write_at(file, self._memory, 0)
                 os.fsync(file.fileno())  # a disk that is full may say so only now

@@ -39,6 +39,7 @@ from .slices import divide_modules, slices_of
 from .stored_model import StoredModel, one_by_one, stored_sizes
 from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
+from .weight_cache import WeightCache
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
@@ -209,7 +210,8 @@ def load_model(
         if quantization is not None:
             quantize_model(module, checkpoint, quantization, dtype, group=group)
         if packs and stored is None:
-            pack_model(module, checkpoint, packed)
+            key = WeightCache().key(checkpoint, None, dtype, group) if quantization is None else None
+            pack_model(module, checkpoint, packed, key)
         if packs:
             give_back_unused(module, checkpoint)
         return cast(PreTrainedModel, module)

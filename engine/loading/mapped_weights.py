@@ -26,7 +26,7 @@ from ...common.units import MIB
 from ..layers.linears import PackedWeight
 from ..layers.torch_linears import TorchWeight
 from .mapped_files import LIBC, file_ranges, same_content, span_of
-from .quantized_cache import QuantizedCache
+from .weight_cache import WeightCache
 
 Level = Literal[1, 2]
 
@@ -65,7 +65,7 @@ class MappedWeights:
         self._filling: threading.Thread | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, cache: QuantizedCache) -> MappedWeights:
+    def of(cls, model: nn.Module, cache: WeightCache) -> MappedWeights:
         """Let the weights of `model`, which nothing may write meanwhile, lie in files: those that they are mapped from already,
         and an unnamed one of `cache` for all others.
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ... import native
-from ..layers.linears import LARGE_WEIGHTS, PART_WEIGHTS
+from ..layers.linears import LARGE_WEIGHTS, PART_WEIGHTS, NativeLinear, PackedWeight
 from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
 from .loaded import parameter_types
 from .mapped_files import MappedFiles, drop_pages
+from .weight_cache import WeightCache
 from .weight_files import StoredTensor
 
 # Of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
@@ -57,15 +58,20 @@ def most_besides(sizes: Iterable[tuple[int, int]]) -> int:
     return most
 
 
-def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, key: str | None = None) -> None:
     """Pack the linear layers of `model`, which are on the CPU, and convert parameters to `dtype`. Mutates the model.
 
     Those that transformers keeps in float32 stay so (`parameter_types`). `dtype` None keeps all types. Parameters of mapped
-    files are copied, unless they are large and keep their type.
+    files are copied, unless they are large and keep their type. With the `key` of a file in the disk cache packed weights come
+    from there, and are written if any is missing.
     """
-    mapped = MappedFiles(checkpoint.weights.paths)
+    mapped, cache = MappedFiles(checkpoint.weights.paths), WeightCache()
+    kept = (cache.read(key) if key is not None else None) or {}
     types = {} if dtype is None else parameter_types(model, dtype)
-    pack_linears(model, types=types, give_back=mapped.give_back)
+    pack_linears(model, types=types, kept=kept, give_back=mapped.give_back)
+    packed = {} if key is None else _packed_weights(model)
+    if key is not None and any(kept.get(name) is not one for name, one in packed.items()):
+        cache.write(key, packed)
     made: dict[int, nn.Parameter] = {}  # of tied parameters one
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -78,6 +84,15 @@ def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) ->
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().to(wanted, copy=True), requires_grad=False)
             setattr(module, name, made[id(parameter)])
+
+
+def _packed_weights(model: Any) -> dict[str, PackedWeight]:
+    """The weights of native layers by the layers' names; one that several layers share by the first of them."""
+    found: dict[int, tuple[str, PackedWeight]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NativeLinear):
+            found.setdefault(id(module.packed), (name, module.packed))
+    return dict(found.values())
 
 
 def give_back_unused(model: Any, checkpoint: Checkpoint) -> None:

@@ -23,7 +23,7 @@ from .loaded import parameter_types
 from .mapped_files import MappedFiles
 from .meta_models import meta_model
 from .probe import random_tokens
-from .quantized_cache import QuantizedCache
+from .weight_cache import WeightCache
 from .slices import shrink
 from .text_model import within
 
@@ -35,7 +35,7 @@ def quantize_model(
     checkpoint: Checkpoint,
     quantization: Quantization,
     dtype: torch.dtype,
-    cache: QuantizedCache | None = None,
+    cache: WeightCache | None = None,
     group: ShardGroup = ALONE,
 ) -> None:
     """Quantize the linear layers of `model`, and convert everything else to `dtype`. Mutates the model.
@@ -45,8 +45,8 @@ def quantize_model(
     to quantize. `group`: the shards that are quantized at the same time; `model` is this one's.
     """
     refuse_quantized(checkpoint, quantization)
-    began, cache = time.perf_counter(), cache or QuantizedCache()
-    key = cache.key(checkpoint, quantization, dtype, None if group.size == 1 else (group.size, group.rank))
+    began, cache = time.perf_counter(), cache or WeightCache()
+    key = cache.key(checkpoint, quantization, dtype, group)
     types = parameter_types(model, dtype)
     _convert(model, types, keep=quantizable)
     kept = None if key is None else cache.read(key)

@@ -28,7 +28,7 @@ from pagetide.engine.loading.division import Cut, Division
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.mapped_files import MappedFiles
 from pagetide.engine.loading.packed_model import loading_bytes
-from pagetide.engine.loading.quantized_cache import QuantizedCache
+from pagetide.engine.loading.weight_cache import WeightCache
 from pagetide.engine.loading.stored_model import stored_sizes
 
 KERNELS = kernels_on(torch.device("cpu"))
@@ -336,13 +336,26 @@ def test_a_cache_that_one_shard_has_lost_no_shard_uses(tmp_path: Path, monkeypat
     _, checkpoint = saved("llama", tmp_path, hidden_size=256, intermediate_size=512)
     _, groups, shards = divided(checkpoint, 2, quantization="int8", pack=True)
     right = logits_of_all(shards, groups)[0]
-    cache = QuantizedCache()
-    (cache.folder / f"{cache.key(checkpoint, 'int8', torch.float32, (2, 1))}.weights").unlink()
+    cache = WeightCache()
+    (cache.folder / f"{cache.key(checkpoint, 'int8', torch.float32, groups[1])}.weights").unlink()
     _, groups, shards = divided(checkpoint, 2, quantization="int8", pack=True)
     assert all(group.counts()["all_reduce"].calls for group in groups), "both calibrate"
     assert torch.equal(logits_of_all(shards, groups)[0], right)
     _, groups, _ = divided(checkpoint, 2, quantization="int8", pack=True)
     assert not any("all_reduce" in group.counts() for group in groups), "both read"
+
+
+@needs_native
+def test_each_shard_keeps_its_own_packed_weights(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "1GiB")
+    _, checkpoint = saved("llama", tmp_path, hidden_size=256, intermediate_size=512)
+    _, groups, shards = divided(checkpoint, 2, pack=True)
+    right = logits_of_all(shards, groups)[0]
+    assert len(WeightCache().files()) == 2
+    monkeypatch.setattr(NativeLinear, "of", None)
+    _, groups, shards = divided(checkpoint, 2, pack=True)
+    assert torch.equal(logits_of_all(shards, groups)[0], right)
 
 
 def test_bytes_to_load_are_those_of_the_largest_part(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from pagetide.engine.errors import (
 )
 from pagetide.engine.loading.loader import Checkpoint, address_remedy, choose_device, choose_dtype, load_model, load_tokenizer
 from pagetide.engine.loading.models import ModelSpec
-from pagetide.engine.loading.quantized_cache import QuantizedCache
+from pagetide.engine.loading.weight_cache import WeightCache
 from pagetide.engine.process.log_suppression import quiet_transformers
 
 CPU = torch.device("cpu")
@@ -348,11 +348,11 @@ def test_code_in_the_folder_runs_only_when_trusted(folder: Path, tmp_path: Path,
         for token in output.token_ids:
             assert token == int(model(input_ids=row, use_cache=False).logits[0, -1].argmax())
             row = torch.cat([row, torch.tensor([[token]])], 1)
-    digests = QuantizedCache(tmp_path / "digests").digests(trusted := opened(folder, trust_remote_code=True))
+    digests = WeightCache(tmp_path / "digests").digests(trusted := opened(folder, trust_remote_code=True))
     stamps = trusted.stamps()
     (folder / "own.py").write_text(CODE + "# computes something else")
     assert trusted.stamps() != stamps, "a model that sleeps is loaded again"
-    assert QuantizedCache(tmp_path / "digests").digests(trusted) != digests, "what the disk tier keeps is of other code"
+    assert WeightCache(tmp_path / "digests").digests(trusted) != digests, "what the disk tier keeps is of other code"
 
 
 def test_ids_and_sizes(saved: Path) -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 from benchmarks.loading import cached_bytes
 from pagetide.engine.layers.linears import PackedWeight
-from pagetide.engine.loading import mapped_weights, quantized_cache
+from pagetide.engine.loading import mapped_weights, weight_cache
 from pagetide.engine.loading.mapped_weights import LEAST_BYTES, MappedWeights
-from pagetide.engine.loading.quantized_cache import QuantizedCache
+from pagetide.engine.loading.weight_cache import WeightCache
 
 MIB = 1 << 20
 
@@ -46,12 +46,12 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> QuantizedCache:
-    return QuantizedCache(tmp_path / "cache", 16 * MIB)
+def cache(tmp_path: Path) -> WeightCache:
+    return WeightCache(tmp_path / "cache", 16 * MIB)
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_was_given_back_is_there_again(cache: QuantizedCache, level: Any) -> None:
+def test_what_was_given_back_is_there_again(cache: WeightCache, level: Any) -> None:
     """With `fill` and without it."""
     model = Model()
     content, places = model.content(), model.places()
@@ -73,7 +73,7 @@ def test_what_was_given_back_is_there_again(cache: QuantizedCache, level: Any) -
     assert list(cache.folder.iterdir()) == []
 
 
-def test_weights_that_a_file_has_stay_in_it(cache: QuantizedCache, tmp_path: Path) -> None:
+def test_weights_that_a_file_has_stay_in_it(cache: WeightCache, tmp_path: Path) -> None:
     """As a checkpoint's or the cache's. Where they were written to, or the file is another one by now, they do not."""
 
     def mapped(name: str) -> nn.Module:
@@ -96,14 +96,14 @@ def test_weights_that_a_file_has_stay_in_it(cache: QuantizedCache, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault", ["full", "bound", "others", "in memory"])
-def test_no_file_leaves_the_weights_as_they_are(cache: QuantizedCache, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_leaves_the_weights_as_they_are(cache: WeightCache, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
     if fault == "full":
         monkeypatch.setattr(mapped_weights.os, "fsync", full)
     elif fault == "in memory":
-        monkeypatch.setattr(quantized_cache, "_lies_in_memory", lambda folder: folder == cache.folder)
+        monkeypatch.setattr(weight_cache, "_lies_in_memory", lambda folder: folder == cache.folder)
     elif fault == "bound":
         cache.most_bytes = MIB
     else:
@@ -116,7 +116,7 @@ def test_no_file_leaves_the_weights_as_they_are(cache: QuantizedCache, fault: st
     assert model.content() == content and not (cache.folder.exists() and list(cache.folder.iterdir()))
 
 
-def test_pages_without_tensors_are_plain_memory_again(cache: QuantizedCache) -> None:
+def test_pages_without_tensors_are_plain_memory_again(cache: WeightCache) -> None:
     """Before an allocator gets them; what lies in one tensor is kept as long as it."""
     model = Model()
     weights = MappedWeights.of(model, cache)
@@ -130,7 +130,7 @@ def test_pages_without_tensors_are_plain_memory_again(cache: QuantizedCache) -> 
     assert files not in Path("/proc/self/maps").read_text()
 
 
-def test_old_kernels_read_what_they_cannot_map_ahead(cache: QuantizedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_kernels_read_what_they_cannot_map_ahead(cache: WeightCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_weights, "_MADV_POPULATE_READ", 4711)
     weights = MappedWeights.of(Model(), cache)
     weights.drop(2)
@@ -145,10 +145,10 @@ def test_folders_in_memory_are_known_by_their_mounts(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     for kinds, expected in ((("tmpfs",), True), (("ext4",), False), ((), False)):
         mounts.write_text("25 1 999:77 / / rw - tmpfs none rw\n" + "".join(map(line.format, kinds)))
-        assert quantized_cache._lies_in_memory(tmp_path, mounts) is expected
+        assert weight_cache._lies_in_memory(tmp_path, mounts) is expected
 
 
-def test_filling_ends_when_it_is_told_to(cache: QuantizedCache) -> None:
+def test_filling_ends_when_it_is_told_to(cache: WeightCache) -> None:
     model = Model()
     weights = MappedWeights.of(model, cache)
     for _ in range(20):

@@ -1,14 +1,16 @@
-"""The disk cache of quantized weights: one file per checkpoint, form and processor.
+"""The disk cache of packed weights: one file per checkpoint, form and processor.
 
-    $XDG_CACHE_HOME/pagetide/quantized/KEY.weights     ~/.cache if the variable is not set or not absolute
-    $XDG_CACHE_HOME/pagetide/quantized/digests.json    SHA-256 of checkpoint files by path, size and times
+    $XDG_CACHE_HOME/pagetide/weights/KEY.weights     ~/.cache if the variable is not set or not absolute
+    $XDG_CACHE_HOME/pagetide/weights/digests.json    SHA-256 of checkpoint files by path, size and times
 
 A key is a digest of the checkpoint's content, of what the engine computes with it, and of VERSION. A file is written beside its
 place and renamed once it is complete, so several processes may write and read. The least recently used files are deleted to
 keep the folder below PAGETIDE_CACHE_SIZE (default 20 GiB; 0 keeps nothing), and a file that is not whole is deleted when it is
-read. Nothing here is needed: where the folder cannot be written, weights are quantized at each start.
+read. Nothing here is needed: where the folder cannot be written, weights are quantized and packed at each start. Weights that
+are not quantized, of which a file is a second copy, are kept only where that variable is set.
 
-A file is a line of JSON, and the arrays it lists, each aligned to 64 bytes. Arrays stay mapped, so engines share them.
+A file is a line of JSON, and the arrays it lists, each aligned to 64 bytes. Arrays stay mapped, so engines share them. Packed
+weights lie one behind another, in the order of the layers: those that are merged there need no copy.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -25,39 +28,45 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import transformers
 
+from ... import native
 from ...common.checked_file import open_checked, read_checked
 from ...common.state_dir import keep_json, user_dir
 from ...common.units import GIB, format_bytes, parse_bytes
-from ...native import instructions
+from ..collectives.group import ALONE, ShardGroup
 from ..errors import ConfigError
 from ..layers import GROUP, Quantization
 from ..layers.linears import PackedWeight
-from ..layers.quantization import SCALES, VERSION
+from ..layers.quantization import SCALES
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
+VERSION = 5  # of files, of layouts and of the numbers in them: what is computed otherwise needs another one
 VARIABLE = "PAGETIDE_CACHE_SIZE"
 DEFAULT_MOST_BYTES = 20 * GIB
 _ALIGNMENT = 64
+_MOST_READERS = 8  # threads
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIGESTS = 1000
 _ABANDONED_S = 3600.0  # age of half a file: its writer must be gone
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.weights|([0-9a-f]{32}|digests)\w*\.tmp")  # of files that may be deleted
-_ARRAYS = ("packed", "scales", "in_scales")
+_ARRAYS = ("packed", "scales", "in_scales")  # in the order of a file
+_PLAIN = {str(one): one for one in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the cache. Does not create it. It is relative if there is no home directory."""
-    return user_dir("cache", environ) / "quantized"
+    return user_dir("cache", environ) / "weights"
 
 
 def most_bytes(environ: Mapping[str, str] = os.environ) -> int:
@@ -78,32 +87,35 @@ class CacheFile:
     used_s: float  # Unix time
 
 
-class QuantizedCache:
-    """The quantized weights in a folder."""
+class WeightCache:
+    """The packed weights in a folder. `most`: its bound in bytes, by default the environment's."""
 
     def __init__(self, folder: Path | None = None, most: int | None = None) -> None:
         self.folder = cache_dir() if folder is None else folder
         self.most_bytes = most_bytes() if most is None else most
+        self.keeps_plain = most is not None or bool(os.environ.get(VARIABLE, "").strip())
 
     def key(
-        self, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype, shard: tuple[int, int] | None = None
+        self, checkpoint: Checkpoint, quantization: Quantization | None, dtype: torch.dtype, group: ShardGroup = ALONE
     ) -> str | None:
-        """The key of these weights, or of a `shard`'s (their number, its place); None if they are not kept: a loaded model,
-        or a folder that cannot be used.
+        """The key of these weights, or of a shard's; None if they are not kept: a loaded model, a folder that cannot be used,
+        weights that are not quantized without a bound that was set for them.
 
         Reads the checkpoint's files once, and again when they change.
         """
         if not self.most_bytes or checkpoint.spec.loaded is not None or not self.folder.is_absolute():
             return None
+        if native.instructions() is None or (quantization is None and not self.keeps_plain):
+            return None
         try:
             self._check_owner()
             digests = self.digests(checkpoint)
         except OSError as error:
-            log.warning("quantized weights are not kept: %s", error)
+            log.warning("packed weights are not kept: %s", error)
             return None
-        what = [VERSION, transformers.__version__, quantization, str(dtype), instructions(), *digests]
-        if shard is not None:
-            what.append(f"shard {shard[1]} of {shard[0]}")
+        what = [VERSION, transformers.__version__, quantization, str(dtype), native.instructions(), *digests]
+        if group.size > 1:
+            what.append(f"shard {group.rank} of {group.size}")
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
     def digests(self, checkpoint: Checkpoint) -> list[str]:
@@ -114,7 +126,7 @@ class QuantizedCache:
         """The weights by their layers' names, or None without a whole file."""
         path = self._path(key)
         try:
-            with open_checked(path, "quantized weights") as file:
+            with open_checked(path, "packed weights") as file:
                 weights = _read(file)
             with suppress(OSError):  # a file of others, or one that cannot be written
                 os.utime(path)
@@ -132,7 +144,7 @@ class QuantizedCache:
         header, arrays = _header(weights)
         size = len(header) + sum(_aligned(len(data)) for data in arrays)
         if size > self.most_bytes:
-            log.info("quantized weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes)
+            log.info("packed weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes)
             return
         half = None
         try:
@@ -149,7 +161,7 @@ class QuantizedCache:
             os.replace(half, self._path(key))
             half = None
         except OSError as error:
-            log.warning("quantized weights are not kept, and are made again at the next start: %s", error)
+            log.warning("packed weights are not kept, and are made again at the next start: %s", error)
         finally:
             if half is not None:
                 with suppress(OSError):
@@ -250,16 +262,17 @@ class QuantizedCache:
 
 def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview]]:
     """The line of JSON, padded, and the arrays in the order of their offsets (from the end of the line)."""
-    offset, entries, arrays = 0, {}, []
-    for name, weight in weights.items():
-        entry: dict[str, Any] = {"quantization": weight.type, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8}
-        for part in _ARRAYS:
+    entries: dict[str, dict[str, Any]] = {
+        name: {"type": str(one.type), "n": one.n, "k": one.k, "rows_in_int8": one.rows_in_int8} for name, one in weights.items()
+    }
+    offset, arrays = 0, []
+    for part in _ARRAYS:
+        for name, weight in weights.items():
             if (tensor := getattr(weight, part)) is not None:
                 data = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
-                entry[part] = {"offset": offset, "shape": list(tensor.shape), "crc32": zlib.crc32(data)}
+                entries[name][part] = {"offset": offset, "shape": list(tensor.shape), "crc32": zlib.crc32(data)}
                 arrays.append(data)
                 offset += _aligned(len(data))
-        entries[name] = entry
     text = json.dumps({"weights": entries, "bytes": offset}).encode()
     text = b"%s %08x" % (text, zlib.crc32(text))
     return text.ljust(_aligned(len(text) + 1) - 1) + b"\n", arrays
@@ -274,27 +287,32 @@ def _read(file: BinaryIO) -> dict[str, PackedWeight]:
     header = json.loads(text)
     if os.fstat(file.fileno()).st_size != len(line) + header["bytes"]:
         raise ValueError("it is not as long as its header says")
-    content = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    return {name: _weight(name, entry, content[len(line) :]) for name, entry in header["weights"].items()}
+    mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    content = torch.frombuffer(mapped, dtype=torch.uint8)[len(line) :]
+    entries = header["weights"]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_READERS)) as threads:  # checking takes most of the time
+        return dict(zip(entries, threads.map(_weight, entries, entries.values(), repeat(content)), strict=True))
 
 
-def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
-    form = entry["quantization"]
-    dtypes = {"packed": torch.uint8, "scales": SCALES[form], "in_scales": torch.float32}
+def _weight(name: str, entry: dict[str, Any], content: torch.Tensor) -> PackedWeight:
+    """A weight within the arrays of a file, uint8 [bytes]."""
+    form = entry["type"]
+    dtypes = {"packed": torch.uint8, "in_scales": torch.float32}
+    if form not in _PLAIN:
+        dtypes["scales"] = SCALES[form]
     arrays: dict[str, Any] = {part: _array(name, entry[part], dtypes[part], content) for part in _ARRAYS if part in entry}
+    if form in _PLAIN:
+        return PackedWeight(_PLAIN[form], entry["n"], entry["k"], **arrays)
     arrays["scales"]  # each quantized weight has them
     more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}
     return PackedWeight(form, entry["n"], entry["k"], **arrays, **more)
 
 
-def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memoryview) -> torch.Tensor:
-    count = 1
-    for size in entry["shape"]:
-        count *= size
-    data = content[entry["offset"] : entry["offset"] + count * dtype.itemsize]
-    if zlib.crc32(data) != entry["crc32"]:
+def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: torch.Tensor) -> torch.Tensor:
+    data = content[entry["offset"] : entry["offset"] + math.prod(entry["shape"]) * dtype.itemsize]
+    if zlib.crc32(data.numpy()) != entry["crc32"]:
         raise ValueError(f"the weights of {name} are damaged")
-    return torch.frombuffer(data, dtype=dtype, count=count).view(entry["shape"])
+    return data.view(dtype).view(entry["shape"])
 
 
 def _lies_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

@@ -1,4 +1,4 @@
-"""Quantized weights on disk: the same weights come back, and nothing that goes wrong there is noticed but in the log."""
+"""Packed weights on disk: the same weights come back, and nothing that goes wrong there is noticed but in the log."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import nn
 from pagetide import ConfigError, native
 from pagetide.cli import main
 from pagetide.engine.layers import quantized_linears
-from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.linears import NativeLinear, PackedWeight
 from pagetide.engine.layers.quantization import Method
 from pagetide.engine.layers.quantized_linears import quantize_linear
-from pagetide.engine.loading import quantized_cache, quantized_model
+from pagetide.engine.loading import weight_cache, quantized_model
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import loaded_spec, resolve_model
-from pagetide.engine.loading.quantized_cache import DEFAULT_MOST_BYTES, QuantizedCache, cache_dir, most_bytes
+from pagetide.engine.loading.weight_cache import DEFAULT_MOST_BYTES, WeightCache, cache_dir, most_bytes
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
@@ -39,7 +39,12 @@ def weights(seed=0, n=40, in_scales=True):
         linear.weight.copy_(torch.randn(n, columns, generator=generator))
         return quantize_linear(linear, Method(form, factors, rows_in_int8, 0.0), torch.float32).packed
 
-    return {"model.a": one("int8", 33, True), "model.b": one("int4", 130, False)}
+    def plain(dtype):
+        return NativeLinear.of(nn.Linear(48, n).requires_grad_(False), dtype).packed
+
+    torch.manual_seed(seed)
+    kinds = {"model.a": one("int8", 33, True), "model.b": one("int4", 130, False)}
+    return kinds | {f"model.{dtype}": plain(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def assert_same(found, expected):
@@ -48,9 +53,10 @@ def assert_same(found, expected):
         other = expected[name]
         for field in ("type", "n", "k", "rows_in_int8"):
             assert getattr(one, field) == getattr(other, field)
-        assert torch.equal(one.packed, other.packed) and torch.equal(one.scales, other.scales)
-        assert (one.in_scales is None) == (other.in_scales is None)
-        assert one.in_scales is None or torch.equal(one.in_scales, other.in_scales)
+        for field in ("packed", "scales", "in_scales"):
+            there, expected_there = getattr(one, field), getattr(other, field)
+            assert (there is None) == (expected_there is None)
+            assert there is None or torch.equal(there, expected_there)
         assert one.packed.data_ptr() % 64 == 0
 
 
@@ -59,7 +65,7 @@ KEY = "0123456789abcdef" * 2
 
 @pytest.fixture
 def cache(tmp_path):
-    return QuantizedCache(tmp_path / "cache", 1 << 20)
+    return WeightCache(tmp_path / "cache", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def test_a_damaged_file_is_deleted(cache, caplog):
     right = path.read_bytes()
     line = right.index(b"\n") + 1
     header = json.loads(right[:line].rstrip().rpartition(b" ")[0])
-    arrays = [one[part] for one in header["weights"].values() for part in ("packed", "scales", "in_scales")]
+    arrays = [one[part] for one in header["weights"].values() for part in ("packed", "scales", "in_scales") if part in one]
     places = [0, 5, line // 3, *(line + array["offset"] + i for array in arrays for i in (0, 40))]
     damaged = {place: right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :] for place in places}
     damaged |= {f"up to {length}": right[:length] for length in (0, 1, 100, -1, -64, -5000)}
@@ -109,14 +115,14 @@ def test_a_full_disk_leaves_nothing(cache, monkeypatch, caplog):
     def full(fd):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(quantized_cache.os, "fsync", full)
+    monkeypatch.setattr(weight_cache.os, "fsync", full)
     cache.write(KEY, weights())
     assert "no space left" in caplog.text and list(cache.folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     (tmp_path / "cache").write_text("a file")
-    cache = QuantizedCache(tmp_path / "cache", 1 << 20)
+    cache = WeightCache(tmp_path / "cache", 1 << 20)
     cache.write(KEY, weights())
     assert "not kept" in caplog.text and cache.read(KEY) is None and cache.files() == []
 
@@ -124,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
 def test_a_folder_of_others_is_not_used(saved, tmp_path, monkeypatch, caplog):
     folder, checkpoint = tmp_path / "others", Checkpoint.open(resolve_model(saved))
     folder.mkdir()
-    cache = QuantizedCache(folder, 1 << 30)
+    cache = WeightCache(folder, 1 << 30)
     for mode in (0o770, 0o707, 0o1777):
         folder.chmod(mode)
         caplog.clear()
@@ -138,10 +144,10 @@ def test_a_folder_of_others_is_not_used(saved, tmp_path, monkeypatch, caplog):
 
 
 def test_the_least_recently_used_go_first(tmp_path):
-    one = QuantizedCache(tmp_path, 1 << 20)
+    one = WeightCache(tmp_path, 1 << 20)
     one.write("a" * 32, weights())
     size = one.files()[0].num_bytes
-    cache = QuantizedCache(tmp_path, 3 * size)
+    cache = WeightCache(tmp_path, 3 * size)
     for key in "bc":
         cache.write(key * 32, weights())
     for age, key in enumerate("cba"):
@@ -153,9 +159,9 @@ def test_the_least_recently_used_go_first(tmp_path):
 
 
 def test_what_is_larger_than_the_bound_is_not_kept_and_drives_nothing_out(tmp_path):
-    cache = QuantizedCache(tmp_path, 1 << 20)
+    cache = WeightCache(tmp_path, 1 << 20)
     cache.write("a" * 32, weights())
-    QuantizedCache(tmp_path, 1000).write("b" * 32, weights())
+    WeightCache(tmp_path, 1000).write("b" * 32, weights())
     assert [file.path.stem for file in cache.files()] == ["a" * 32]
 
 
@@ -188,7 +194,7 @@ def test_a_writer_that_is_killed_leaves_no_file_under_the_key(cache, monkeypatch
     made = weights()
     child = os.fork()
     if not child:
-        monkeypatch.setattr(quantized_cache.os, "fsync", lambda fd: os._exit(9))
+        monkeypatch.setattr(weight_cache.os, "fsync", lambda fd: os._exit(9))
         cache.write(KEY, made)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -213,14 +219,14 @@ def test_the_key_depends_on_content_and_on_what_is_computed(saved, cache, tmp_pa
     content[-1] ^= 1
     (copy / "model.safetensors").write_bytes(content)
     assert key(folder=copy) != first
-    monkeypatch.setattr(quantized_cache, "VERSION", quantized_cache.VERSION + 1)
+    monkeypatch.setattr(weight_cache, "VERSION", weight_cache.VERSION + 1)
     assert key() != first
 
 
 def test_content_is_read_once_until_it_changes(saved, cache, monkeypatch):
-    read, digest = [], quantized_cache.hashlib.file_digest
+    read, digest = [], weight_cache.hashlib.file_digest
     monkeypatch.setattr(
-        quantized_cache.hashlib, "file_digest", lambda file, kind: (read.append(file.name), digest(file, kind))[1]
+        weight_cache.hashlib, "file_digest", lambda file, kind: (read.append(file.name), digest(file, kind))[1]
     )
     checkpoint = Checkpoint.open(resolve_model(saved))
     key = cache.key(checkpoint, "int8", torch.float32)
@@ -237,12 +243,21 @@ def test_content_is_read_once_until_it_changes(saved, cache, monkeypatch):
 def test_loaded_models_and_a_cache_of_no_size_have_no_key(saved, tmp_path):
     model = tiny("llama")
     loaded = Checkpoint.open(loaded_spec(model))
-    assert QuantizedCache(tmp_path, 1 << 20).key(loaded, "int8", torch.float32) is None
-    assert QuantizedCache(tmp_path, 0).key(Checkpoint.open(resolve_model(saved)), "int8", torch.float32) is None
+    assert WeightCache(tmp_path, 1 << 20).key(loaded, "int8", torch.float32) is None
+    assert WeightCache(tmp_path, 0).key(Checkpoint.open(resolve_model(saved)), "int8", torch.float32) is None
+
+
+def test_weights_that_are_not_quantized_are_kept_only_in_a_bound_that_was_set(saved, own_folder, monkeypatch):
+    load_model(Checkpoint.open(resolve_model(saved)), CPU, torch.float32, pack=True)
+    assert not own_folder.exists()
+    for size, number in (("0", 0), ("1GiB", 1)):
+        monkeypatch.setenv("PAGETIDE_CACHE_SIZE", size)
+        load_model(Checkpoint.open(resolve_model(saved)), CPU, torch.float32, pack=True)
+        assert len(WeightCache().files()) == number
 
 
 def test_place_and_bound_come_from_the_environment():
-    assert str(cache_dir({"XDG_CACHE_HOME": "/var/tmp/x"})) == "/var/tmp/x/pagetide/quantized"
+    assert str(cache_dir({"XDG_CACHE_HOME": "/var/tmp/x"})) == "/var/tmp/x/pagetide/weights"
     assert cache_dir({"XDG_CACHE_HOME": "relative"}) == cache_dir({})
     assert most_bytes({}) == DEFAULT_MOST_BYTES and most_bytes({"PAGETIDE_CACHE_SIZE": "0"}) == 0
     assert most_bytes({"PAGETIDE_CACHE_SIZE": "2GiB"}) == 2 << 30
@@ -254,7 +269,7 @@ def test_place_and_bound_come_from_the_environment():
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1)
-    return tmp_path / "pagetide" / "quantized"
+    return tmp_path / "pagetide" / "weights"
 
 
 def quantized(folder):
@@ -271,9 +286,55 @@ def test_a_second_load_is_the_same_and_quantizes_nothing(saved, own_folder, monk
     assert len(list(own_folder.glob("*.weights"))) == 1
 
 
+def layers_of(model):
+    return {name: one for name, one in model.named_modules() if isinstance(one, NativeLinear)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_weights_that_are_not_quantized_come_back_without_being_packed(own_folder, tmp_path, monkeypatch, dtype, tied):
+    tiny("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "1GiB")
+    ids, checkpoint = torch.arange(2, 30)[None], Checkpoint.open(resolve_model(tmp_path / "model"))
+    first = load_model(checkpoint, CPU, dtype, pack=True)
+    file = next(own_folder.glob("*.weights"))
+    written, pack = file.stat().st_mtime_ns, NativeLinear.of
+    monkeypatch.setattr(NativeLinear, "of", None)
+    with torch.inference_mode():
+        right = first(ids).logits
+        assert torch.equal(load_model(checkpoint, CPU, dtype, pack=True)(ids).logits, right)
+        # One that is not of its layer's size is packed again, alone, and the file is written again
+        monkeypatch.setattr(NativeLinear, "of", pack)
+        kept = WeightCache().read(file.stem)
+        name = next(iter(kept))
+        wrong = NativeLinear.of(nn.Linear(kept[name].k, kept[name].n + 1).requires_grad_(False), dtype).packed
+        WeightCache().write(file.stem, {**kept, name: wrong})
+        third = load_model(checkpoint, CPU, dtype, pack=True)
+        assert torch.equal(third(ids).logits, right)
+    assert_same(WeightCache().read(file.stem), kept)
+    assert len(layers_of(third)) == len(kept) and file.stat().st_mtime_ns > written
+    assert list(own_folder.glob("*.tmp")) == []
+
+
+def test_merged_layers_stay_in_the_file(saved, own_folder, monkeypatch):
+    """q, k and v, and gate and up, lie one behind another: joining them copies nothing."""
+    monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "1GiB")
+    checkpoint = Checkpoint.open(resolve_model(saved))
+    copied, mapped = (layers_of(load_model(checkpoint, CPU, torch.float32, pack=True)) for _ in range(2))
+    for parent, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        paths = [f"model.layers.1.{parent}.{name}_proj" for name in names]
+        merged, _ = PackedWeight.joined([mapped[path].packed for path in paths])
+        expected, _ = PackedWeight.joined([copied[path].packed for path in paths])
+        assert torch.equal(merged.packed, expected.packed)
+        assert merged.packed.data_ptr() == mapped[paths[0]].packed.packed.data_ptr()
+        assert expected.packed.data_ptr() != copied[paths[0]].packed.packed.data_ptr()
+        other, _ = PackedWeight.joined([mapped[path].packed for path in reversed(paths)])
+        assert other.packed.data_ptr() != mapped[paths[-1]].packed.packed.data_ptr()
+
+
 def test_a_file_for_other_layers_is_not_used(saved, own_folder):
     quantized(saved)
-    cache, file = QuantizedCache(), next(own_folder.glob("*.weights"))
+    cache, file = WeightCache(), next(own_folder.glob("*.weights"))
     kept = cache.read(file.stem)
     name = next(iter(kept))
     cache.write(file.stem, {**kept, name: replace(kept[name], n=kept[name].n + 1)})
@@ -312,7 +373,7 @@ def test_a_file_whose_times_cannot_be_set_is_used(cache, monkeypatch):
         raise PermissionError(errno.EPERM, "not yours")
 
     cache.write(KEY, weights())
-    monkeypatch.setattr(quantized_cache.os, "utime", refuse)
+    monkeypatch.setattr(weight_cache.os, "utime", refuse)
     assert_same(cache.read(KEY), weights())
     assert cache.files()
 
