@@ -30,8 +30,7 @@ TYPES: dict[torch.dtype | WeightForm, int] = {
 }  # fmt: skip
 COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last dimension is that of the outputs
 _NATIVE_SHARE = 0.9
-PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones; it takes a copy, so:
-LARGE_WEIGHTS = 1 << 24  # of layers with more than these
+PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones
 LEAST_GROUP = 16  # inputs that are rounded to int8 by themselves
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
@@ -179,6 +178,11 @@ class PackedWeight:
         return replace(self, n=n, packed=packed, **{name: one.narrow(-1, start, n) for name, one in there.items()})
 
 
+def packed_bytes(dtype: torch.dtype, n: int, k: int) -> int:
+    """Bytes of a packed weight [n, k] that is not quantized."""
+    return int(torch.ops.pagetide.packed_bytes(TYPES[dtype], n, k))
+
+
 def _as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """One-dimensional tensors as one: a view of their memory, if each begins where the one before ends."""
     first, starts = parts[0], itertools.accumulate((len(one) for one in parts), initial=parts[0].storage_offset())
@@ -200,26 +204,29 @@ class NativeLinear(nn.Module):
 
     @classmethod
     def of(
-        cls, linear: nn.Linear, dtype: torch.dtype | None = None, give_back: Callable[[torch.Tensor], None] | None = None
+        cls,
+        linear: nn.Linear,
+        dtype: torch.dtype | None = None,
+        give_back: Callable[[torch.Tensor], None] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> NativeLinear:
         """The layer with the weight of `linear` as `dtype`, by default its own.
 
-        With `give_back`, large weights are packed in parts, and it gets each of these once it was read.
+        Args:
+            give_back: Gets each part of a large weight once it was read.
+            memory: uint8 [packed_bytes], where the weight is packed; by default in memory of its own.
         """
         weight, to, columns = linear.weight.detach(), dtype or linear.weight.dtype, native.panel_columns()
         n, k = weight.shape
-        in_parts = give_back is not None and weight.numel() > LARGE_WEIGHTS
-        step = max(1, PART_WEIGHTS // (k * columns)) * columns if in_parts else max(1, n)
-
-        def packed(part: torch.Tensor) -> PackedWeight:
+        memory = torch.empty(packed_bytes(to, n, k), dtype=torch.uint8) if memory is None else memory
+        whole, step = PackedWeight(to, n, k, memory), max(1, PART_WEIGHTS // max(1, k * columns)) * columns
+        for begin in range(0, n, step):
+            part = weight[begin : begin + step]
             numbers = (part if part.dtype in TYPES else part.to(to)).contiguous()  # the kernels convert the others
-            made = PackedWeight(to, len(part), k, torch.ops.pagetide.pack_weight(numbers, TYPES[to]))
-            if give_back is not None and in_parts:
+            torch.ops.pagetide.pack_weight_into(numbers, TYPES[to], whole.outputs(begin, len(part)).packed)
+            if give_back is not None and step < n:
                 give_back(part)
-            return made
-
-        pieces = ((begin, packed(weight[begin : begin + step])) for begin in range(0, max(1, n), step))
-        return cls(PackedWeight.gathered(n, pieces), linear.bias, to)
+        return cls(whole, linear.bias, to)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""

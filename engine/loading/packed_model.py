@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ... import native
-from ..layers.linears import LARGE_WEIGHTS, PART_WEIGHTS, NativeLinear, PackedWeight
+from ..layers.linears import PART_WEIGHTS, NativeLinear, PackedWeight
 from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
 from .loaded import parameter_types
@@ -36,14 +36,13 @@ def loading_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
     """
     if stored_dtype(tensors) is None:
         return sum(tensor.num_bytes for tensor in tensors if _DTYPES.get(tensor.dtype) != dtype)
-    return most_besides((tensor.num_elements * dtype.itemsize, _at_once_bytes(tensor, dtype)) for tensor in tensors)
+    return most_besides((tensor.num_elements * dtype.itemsize, _at_once_bytes(tensor)) for tensor in tensors)
 
 
-def _at_once_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+def _at_once_bytes(tensor: StoredTensor) -> int:
     """Bytes held while the tensor is packed, besides the packed weight."""
-    if native.instructions() is None or tensor.num_elements <= LARGE_WEIGHTS:
-        return tensor.num_bytes
-    return PART_WEIGHTS * (tensor.num_bytes // tensor.num_elements + dtype.itemsize)
+    is_whole = native.instructions() is None or tensor.num_elements <= PART_WEIGHTS
+    return tensor.num_bytes if is_whole else PART_WEIGHTS * (tensor.num_bytes // tensor.num_elements)
 
 
 def most_besides(sizes: Iterable[tuple[int, int]]) -> int:

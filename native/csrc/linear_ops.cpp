@@ -34,17 +34,28 @@ void check_packed(const Tensor& packed, Type type, int64_t n, int64_t k) {
   check_dense(packed, "packed", ScalarType::Byte, kernels()->linear.packed_bytes(type, n, k));
 }
 
+int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
+  check_sizes(n, k);
+  return kernels()->linear.packed_bytes(weight_type(type), n, k);
+}
+
 // weight [n, k] -> bytes. Weights of another type of floats are converted; those of less than 16 bits come as int8.
-Tensor pack_weight(const Tensor& weight, int64_t type_number) {
+void pack_weight_into(const Tensor& weight, int64_t type_number, const Tensor& packed) {
   const Type type = weight_type(type_number);
   const bool floats = is_float(type);
   const Type from = floats ? type_of(weight, "weight") : Type::int8;
   STD_TORCH_CHECK(weight.dim() == 2, "a weight has two dimensions");
   const int64_t n = weight.size(0), k = weight.size(1);
   check_dense(weight, "weight", floats ? weight.scalar_type() : ScalarType::Char, n * k);
-  Tensor packed = empty_bytes(weight, kernels()->linear.packed_bytes(type, n, k));
-  if (n == 0 || k == 0) return packed;  // perhaps there is no memory
+  check_packed(packed, type, n, k);
+  if (n == 0 || k == 0) return;  // perhaps there is no memory
   kernels()->linear.pack(weight.const_data_ptr(), from, type, n, k, packed.mutable_data_ptr(), threads());
+}
+
+Tensor pack_weight(const Tensor& weight, int64_t type) {
+  STD_TORCH_CHECK(weight.dim() == 2, "a weight has two dimensions");
+  Tensor packed = empty_bytes(weight, packed_bytes(type, weight.size(0), weight.size(1)));
+  pack_weight_into(weight, type, packed);
   return packed;
 }
 
@@ -206,6 +217,8 @@ LinearArgs product_args(Type x_type, int64_t rows, int64_t k, const ProductWeigh
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
   m.def("pack_weight(Tensor weight, int type) -> Tensor");
+  m.def("pack_weight_into(Tensor weight, int type, Tensor(a!) packed) -> ()");
+  m.def("packed_bytes(int type, int n, int k) -> int");
   m.def("pack_blocks(Tensor blocks, int kind) -> Tensor");
   m.def("unpack_row(Tensor packed, int type, int n, int k, int row) -> Tensor");
   m.def("embed(Tensor packed, int type, int n, int k, Tensor ids, int out_type, Tensor? scales=None, int group=0, "
@@ -218,6 +231,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&pagetide::pack_weight));
+  m.impl("pack_weight_into", TORCH_BOX(&pagetide::pack_weight_into));
   m.impl("pack_blocks", TORCH_BOX(&pagetide::pack_blocks));
   m.impl("unpack_row", TORCH_BOX(&pagetide::unpack_row));
   m.impl("embed", TORCH_BOX(&pagetide::embed));
@@ -225,5 +239,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CompositeExplicitAutograd, m) {
+  m.impl("packed_bytes", TORCH_BOX(&pagetide::packed_bytes));
   m.impl("most_scratch_bytes", TORCH_BOX(&pagetide::most_scratch_bytes));
 }

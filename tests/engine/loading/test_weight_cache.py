@@ -316,20 +316,21 @@ def test_weights_that_are_not_quantized_come_back_without_being_packed(own_folde
     assert list(own_folder.glob("*.tmp")) == []
 
 
-def test_merged_layers_stay_in_the_file(saved, own_folder, monkeypatch):
-    """q, k and v, and gate and up, lie one behind another: joining them copies nothing."""
+def test_merged_layers_stay_where_they_are(saved, own_folder, monkeypatch):
+    """q, k and v, and gate and up, lie one behind another, in memory and in a file: joining them copies nothing."""
     monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "1GiB")
     checkpoint = Checkpoint.open(resolve_model(saved))
-    copied, mapped = (layers_of(load_model(checkpoint, CPU, torch.float32, pack=True)) for _ in range(2))
-    for parent, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-        paths = [f"model.layers.1.{parent}.{name}_proj" for name in names]
-        merged, _ = PackedWeight.joined([mapped[path].packed for path in paths])
-        expected, _ = PackedWeight.joined([copied[path].packed for path in paths])
-        assert torch.equal(merged.packed, expected.packed)
-        assert merged.packed.data_ptr() == mapped[paths[0]].packed.packed.data_ptr()
-        assert expected.packed.data_ptr() != copied[paths[0]].packed.packed.data_ptr()
-        other, _ = PackedWeight.joined([mapped[path].packed for path in reversed(paths)])
-        assert other.packed.data_ptr() != mapped[paths[-1]].packed.packed.data_ptr()
+    for _ in ("packed", "mapped"):
+        layers = layers_of(load_model(checkpoint, CPU, torch.float32, pack=True))
+        for parent, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            parts = [layers[f"model.layers.1.{parent}.{name}_proj"].packed for name in names]
+            copies = [replace(one, packed=one.packed.clone()) for one in parts]
+            for order in (1, -1):
+                merged, starts = PackedWeight.joined(parts[::order])
+                expected, at = PackedWeight.joined(copies[::order])
+                assert starts == at and torch.equal(merged.packed, expected.packed)
+                assert (merged.packed.data_ptr() == parts[::order][0].packed.data_ptr()) == (order == 1)
+                assert expected.packed.data_ptr() not in {one.packed.data_ptr() for one in copies}
 
 
 def test_a_file_for_other_layers_is_not_used(saved, own_folder):
