@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ TYPES: dict[torch.dtype | WeightForm, int] = {
 COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last dimension is that of the outputs
 _NATIVE_SHARE = 0.9
 PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones
+_ALIGNMENT = 64  # bytes
 LEAST_GROUP = 16  # inputs that are rounded to int8 by themselves
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
@@ -178,9 +179,37 @@ class PackedWeight:
         return replace(self, n=n, packed=packed, **{name: one.narrow(-1, start, n) for name, one in there.items()})
 
 
-def packed_bytes(dtype: torch.dtype, n: int, k: int) -> int:
-    """Bytes of a packed weight [n, k] that is not quantized."""
-    return int(torch.ops.pagetide.packed_bytes(TYPES[dtype], n, k))
+class PackedMemory:
+    """The memory of packed weights: of the layers within a module in one piece, one behind another, so that merging them copies
+    nothing. It is allocated when one of them is taken.
+    """
+
+    def __init__(self, places: Mapping[nn.Linear, Sequence[str]], types: Mapping[nn.Linear, torch.dtype | WeightForm]) -> None:
+        """
+        Args:
+            places: The paths of all layers, in the order of the model.
+            types: Of their packed weights.
+        """
+        self._types = types
+        self._module = {linear: paths[0].rpartition(".")[0] for linear, paths in places.items()}
+        self._within = defaultdict[str, list[nn.Linear]](list)
+        for linear, module in self._module.items():
+            self._within[module].append(linear)
+        self._pieces: dict[nn.Linear, torch.Tensor] = {}
+
+    def take(self, linear: nn.Linear) -> torch.Tensor:
+        """uint8, for the packed weight of `linear`, once."""
+        if linear not in self._pieces:
+            linears = self._within[self._module[linear]]
+            sizes = [_packed_bytes(self._types[one], one.out_features, one.in_features) for one in linears]
+            aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+            pieces = torch.empty(sum(aligned), dtype=torch.uint8).split(aligned)
+            self._pieces |= {one: piece[:size] for one, piece, size in zip(linears, pieces, sizes, strict=True)}
+        return self._pieces.pop(linear)
+
+
+def _packed_bytes(form: torch.dtype | WeightForm, n: int, k: int) -> int:
+    return int(torch.ops.pagetide.packed_bytes(TYPES[form], n, k))
 
 
 def _as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -214,11 +243,11 @@ class NativeLinear(nn.Module):
 
         Args:
             give_back: Gets each part of a large weight once it was read.
-            memory: uint8 [packed_bytes], where the weight is packed; by default in memory of its own.
+            memory: uint8, of the packed weight's size, where the weight is packed; by default in memory of its own.
         """
         weight, to, columns = linear.weight.detach(), dtype or linear.weight.dtype, native.panel_columns()
         n, k = weight.shape
-        memory = torch.empty(packed_bytes(to, n, k), dtype=torch.uint8) if memory is None else memory
+        memory = torch.empty(_packed_bytes(to, n, k), dtype=torch.uint8) if memory is None else memory
         whole, step = PackedWeight(to, n, k, memory), max(1, PART_WEIGHTS // max(1, k * columns)) * columns
         for begin in range(0, n, step):
             part = weight[begin : begin + step]

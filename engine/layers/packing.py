@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch import nn
 
 from ... import native
 from . import onednn
-from .linears import TYPES, NativeLinear, PackedEmbedding, PackedWeight, is_plain, packed_bytes, uses_of_parameters
+from .linears import TYPES, NativeLinear, PackedEmbedding, PackedMemory, PackedWeight, is_plain, uses_of_parameters
 
 log = logging.getLogger(__name__)
-
-_ALIGNMENT = 64  # bytes
 
 
 def pack_linears(
@@ -59,7 +57,7 @@ def pack_linears(
             dtype = types.get(f"{place}.weight", child.weight.dtype)
             if packs(child.weight.numel(), wanted.setdefault(child, dtype), least_weights):
                 places.setdefault(child, []).append(place)
-    packed, of_parameter, memory = list[nn.Module](), dict[int, NativeLinear](), _PackedMemory(places, wanted)
+    packed, of_parameter, memory = list[nn.Module](), dict[int, NativeLinear](), PackedMemory(places, wanted)
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
         weight, same = linear.weight, of_parameter.get(id(linear.weight))
         there = same.packed if same is not None else next((kept[place] for place in places[linear] if place in kept), None)
@@ -80,34 +78,12 @@ def pack_linears(
     return len(packed)
 
 
-class _PackedMemory:
-    """The memory of packed weights: of the layers within a module in one piece, which is allocated when it is first asked for."""
-
-    def __init__(self, places: Mapping[nn.Linear, Sequence[str]], dtypes: Mapping[nn.Linear, torch.dtype]) -> None:
-        self._dtypes = dtypes
-        self._together = defaultdict[str, list[nn.Linear]](list)
-        self._module = {linear: paths[0].rpartition(".")[0] for linear, paths in places.items()}
-        for linear, module in self._module.items():
-            self._together[module].append(linear)
-        self._pieces: dict[nn.Linear, torch.Tensor] = {}
-
-    def take(self, linear: nn.Linear) -> torch.Tensor:
-        """uint8, for the weight of `linear`, once."""
-        if linear not in self._pieces:
-            linears = self._together[self._module[linear]]
-            sizes = [packed_bytes(self._dtypes[one], one.out_features, one.in_features) for one in linears]
-            padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-            pieces = torch.empty(sum(padded), dtype=torch.uint8).split(padded)
-            self._pieces |= {one: piece[:size] for one, piece, size in zip(linears, pieces, sizes, strict=True)}
-        return self._pieces.pop(linear)
-
-
 def _packed(
     linear: nn.Linear,
     dtype: torch.dtype,
     there: PackedWeight | None,
     give_back: Callable[[torch.Tensor], None] | None,
-    memory: _PackedMemory,
+    memory: PackedMemory,
 ) -> NativeLinear | onednn.PackedLinear:
     """The layer with the weight that is `there`, if that is one of its sizes, else with its own."""
     if native.instructions() is None:

@@ -25,7 +25,7 @@ from torch import nn
 from ...native import instructions
 from ..errors import ConfigError
 from . import LEAST_QUANTIZED, Quantization, WeightForm
-from .linears import TYPES, NativeLinear, PackedWeight, is_plain, uses_of_parameters
+from .linears import TYPES, NativeLinear, PackedMemory, PackedWeight, is_plain, uses_of_parameters
 from .quantization import Method, QuantizedWeight, choose, quantize
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,18 @@ def quantize_linears(
     if not groups:
         raise ConfigError(f"quantization={quantization!r}: a {type(model).__name__} has no linear layers to quantize")
     head, made, uses = model.get_output_embeddings(), {}, uses_of_parameters(model)
+    forms: dict[nn.Linear, Quantization] = {
+        one: "int8" if one is head or head in groups.get(one, ()) else quantization for one in layers
+    }
+    memory = PackedMemory({one: [name] for one, name in layers.items()}, forms)
 
     def run(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if layer not in made:
             group = groups[layer]
-            bits: Quantization = "int8" if head in group else quantization
-            method = choose([one.weight for one in group], x.reshape(-1, x.shape[-1]), bits)
+            method = choose([one.weight for one in group], x.reshape(-1, x.shape[-1]), forms[layer])
             for one in group:
                 weight = one.weight
-                made[one] = quantize_linear(one, method, x.dtype)
+                made[one] = quantize_linear(one, method, x.dtype, memory.take(one))
                 if uses[id(weight)] == 1:
                     give_back(weight)
         return made[layer](x)
@@ -82,9 +85,8 @@ def quantize_linears(
     for layer in layers:
         if layer not in made:
             weight = layer.weight
-            made[layer] = quantize_linear(
-                layer, Method("int8" if layer is head else quantization, None, False, math.inf), dtype
-            )
+            method = Method(forms[layer], None, False, math.inf)
+            made[layer] = quantize_linear(layer, method, dtype, memory.take(layer))
             if uses[id(weight)] == 1:
                 give_back(weight)
     for old, new in made.items():
@@ -93,16 +95,21 @@ def quantize_linears(
     return {layers[old]: new.packed for old, new in made.items()}
 
 
-def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype) -> NativeLinear:
+def quantize_linear(
+    linear: nn.Linear, method: Method, dtype: torch.dtype, memory: torch.Tensor | None = None
+) -> NativeLinear:
     """The quantized layer for inputs of `dtype`. The weight of `linear` is dropped."""
-    weight = pack(quantize(linear.weight, method), method.rows_in_int8)
+    weight = pack(quantize(linear.weight, method), method.rows_in_int8, memory)
     linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return NativeLinear(weight, linear.bias, dtype)
 
 
-def pack(weight: QuantizedWeight, rows_in_int8: bool = False) -> PackedWeight:
-    """The weight in the native layout."""
-    (n, k), packed = weight.values.shape, torch.ops.pagetide.pack_weight(weight.values, TYPES[weight.form])
+def pack(weight: QuantizedWeight, rows_in_int8: bool = False, memory: torch.Tensor | None = None) -> PackedWeight:
+    """The weight in the native layout, in `memory` of its size if that is given."""
+    (n, k), form = weight.values.shape, TYPES[weight.form]
+    if memory is not None:
+        torch.ops.pagetide.pack_weight_into(weight.values, form, memory)
+    packed = torch.ops.pagetide.pack_weight(weight.values, form) if memory is None else memory
     return PackedWeight(
         weight.form, n, k, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
         weight.order, weight.factors,

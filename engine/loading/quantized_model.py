@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..layers import Quantization, weight_bytes
 from ..layers.linears import NativeLinear, PackedWeight
 from ..layers.quantized_linears import NUM_TOKENS, quantizable, quantize_linears
+from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
 from .division import Division
 from .loaded import parameter_types
@@ -61,7 +62,12 @@ def quantize_model(
         tokens = min(NUM_TOKENS[1], checkpoint.context_length or NUM_TOKENS[1])
         ids = random_tokens(model.config, NUM_TOKENS[0] * tokens)
         mapped = MappedFiles(checkpoint.weights.paths)
-        kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), mapped.give_back)
+
+        def give_back(weight: torch.Tensor) -> None:
+            mapped.give_back(weight)
+            trim(torch.device("cpu"))
+
+        kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), give_back)
         if key is not None:
             cache.write(key, kept)
         done = "made now"
