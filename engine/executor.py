@@ -63,9 +63,10 @@ from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
 from .loading.mapped_weights import Level, MappedWeights
+from .loading.packed_model import free_merged
 from .loading.probe import probe, random_tokens
-from .loading.weight_cache import WeightCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
+from .loading.weight_cache import WeightCache
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.lease_holder import LeaseHolder, lease_host_copy
 from .memory.memory_plan import MemoryPlan, is_cpu
@@ -256,6 +257,7 @@ def load_checked(
         if kernels is not None and checkpoint.spec.loaded is not None and kernels.merges_plain:
             kernels = kernels._replace(merges_plain=False)  # the weights stay in the caller's model, too
         computes = fuse(model, tokens, kernels).computes
+        free_merged(model)
         packed = device.type == "cpu" or any(isinstance(one, TorchLinear) for one in model.modules())
         if packed and not computes and config.quantization is None:
             log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)

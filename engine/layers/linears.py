@@ -31,7 +31,6 @@ TYPES: dict[torch.dtype | WeightForm, int] = {
 COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last dimension is that of the outputs
 _NATIVE_SHARE = 0.9
 PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones
-_ALIGNMENT = 64  # bytes
 LEAST_GROUP = 16  # inputs that are rounded to int8 by themselves
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
@@ -116,15 +115,18 @@ class PackedWeight:
     @classmethod
     def joined(cls, weights: Sequence[PackedWeight]) -> tuple[PackedWeight, list[int]] | None:
         """One weight with the outputs of all `weights`, and the outputs at which each of them begins. Packed weights that lie
-        one behind another stay where they are.
+        one behind another, in any order, stay where they are.
 
         Where panels are not full, there are zeros between their outputs. None if they differ in more than the outputs.
         """
-        first, columns = weights[0], native.panel_columns()
+        given, columns = weights, native.panel_columns()
+        weights = sorted(given, key=lambda one: one.packed.storage_offset())  # of memory of their own it is 0
+        first = weights[0]
         if not all(first._goes_with(one) for one in weights):
             return None
         widths = [-(-one.n // columns) * columns for one in weights[:-1]] + [weights[-1].n]
-        starts = [0, *itertools.accumulate(widths[:-1])]
+        begins = dict(zip(map(id, weights), [0, *itertools.accumulate(widths[:-1])], strict=True))
+        starts = [begins[id(one)] for one in given]
         of_columns: dict[str, Any] = {}
         for name in COLUMN_PARTS:
             if getattr(first, name) is not None:
@@ -187,7 +189,7 @@ class PackedMemory:
     def __init__(self, places: Mapping[nn.Linear, Sequence[str]], types: Mapping[nn.Linear, torch.dtype | WeightForm]) -> None:
         """
         Args:
-            places: The paths of all layers, in the order of the model.
+            places: The paths of all layers that will be packed, in the order of the model.
             types: Of their packed weights.
         """
         self._types = types
@@ -201,14 +203,14 @@ class PackedMemory:
         """uint8, for the packed weight of `linear`, once."""
         if linear not in self._pieces:
             linears = self._within[self._module[linear]]
-            sizes = [_packed_bytes(self._types[one], one.out_features, one.in_features) for one in linears]
-            aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-            pieces = torch.empty(sum(aligned), dtype=torch.uint8).split(aligned)
-            self._pieces |= {one: piece[:size] for one, piece, size in zip(linears, pieces, sizes, strict=True)}
+            sizes = [native_bytes(self._types[one], one.out_features, one.in_features) for one in linears]
+            pieces = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+            self._pieces |= dict(zip(linears, pieces, strict=True))
         return self._pieces.pop(linear)
 
 
-def _packed_bytes(form: torch.dtype | WeightForm, n: int, k: int) -> int:
+def native_bytes(form: torch.dtype | WeightForm, n: int, k: int) -> int:
+    """Bytes of a packed weight [n, k], without scales."""
     return int(torch.ops.pagetide.packed_bytes(TYPES[form], n, k))
 
 
@@ -216,9 +218,10 @@ def _as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """One-dimensional tensors as one: a view of their memory, if each begins where the one before ends."""
     first, starts = parts[0], itertools.accumulate((len(one) for one in parts), initial=parts[0].storage_offset())
     memory = first.untyped_storage().data_ptr()
-    if all(one.untyped_storage().data_ptr() == memory and one.storage_offset() == at for one, at in zip(parts, starts)):
+    places = ((one.untyped_storage().data_ptr(), one.storage_offset()) for one in parts)
+    if all(place == (memory, at) for place, at in zip(places, starts, strict=False)):  # the last start is the end
         return first.as_strided((sum(map(len, parts)),), (1,))
-    return torch.cat(parts)
+    return torch.cat([*parts])
 
 
 class NativeLinear(nn.Module):
@@ -247,7 +250,7 @@ class NativeLinear(nn.Module):
         """
         weight, to, columns = linear.weight.detach(), dtype or linear.weight.dtype, native.panel_columns()
         n, k = weight.shape
-        memory = torch.empty(_packed_bytes(to, n, k), dtype=torch.uint8) if memory is None else memory
+        memory = torch.empty(native_bytes(to, n, k), dtype=torch.uint8) if memory is None else memory
         whole, step = PackedWeight(to, n, k, memory), max(1, PART_WEIGHTS // max(1, k * columns)) * columns
         for begin in range(0, n, step):
             part = weight[begin : begin + step]

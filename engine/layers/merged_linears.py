@@ -24,12 +24,13 @@ class MergedLinears:
         self.layers, self.whole = tuple(layers), whole
         self.ranges = [(start, one.out_features) for start, one in zip(starts, layers, strict=True)]
         self._sizes: list[int] = []  # of the pieces of the product: columns of layers, and gaps
-        self._pieces: list[int] = []  # those of the layers
-        for start, width in self.ranges:
+        places = dict[int, int]()  # of the piece at a column
+        for start, width in sorted(self.ranges):
             if gap := start - sum(self._sizes):
                 self._sizes.append(gap)
-            self._pieces.append(len(self._sizes))
+            places[start] = len(self._sizes)
             self._sizes.append(width)
+        self._pieces = [places[start] for start in starts]
         self._input: torch.Tensor | None = None
         self._columns: dict[int, torch.Tensor] = {}  # by layer, until it returns them
 
@@ -45,10 +46,20 @@ class MergedLinears:
             return None
         merged = cls(layers, *joined)
         if isinstance(merged.whole, NativeLinear):
-            for layer, (start, width) in zip(packed, merged.ranges, strict=True):
-                layer.packed = merged.whole.packed.outputs(start, width)
+            merged._share(merged.whole)
         merged.install()
         return merged
+
+    def move(self) -> None:
+        """Let a packed product have memory of its own."""
+        if isinstance(whole := self.whole, NativeLinear):
+            whole.packed = replace(whole.packed, packed=whole.packed.packed.clone())
+            self._share(whole)
+
+    def _share(self, whole: NativeLinear) -> None:
+        for layer, (start, width) in zip(self.layers, self.ranges, strict=True):
+            if isinstance(layer, NativeLinear):
+                layer.packed = whole.packed.outputs(start, width)
 
     def install(self) -> None:
         """Let the layers return their columns of the product."""

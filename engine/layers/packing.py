@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,11 +57,15 @@ def pack_linears(
             dtype = types.get(f"{place}.weight", child.weight.dtype)
             if packs(child.weight.numel(), wanted.setdefault(child, dtype), least_weights):
                 places.setdefault(child, []).append(place)
-    packed, of_parameter, memory = list[nn.Module](), dict[int, NativeLinear](), PackedMemory(places, wanted)
+    packed, of_parameter = list[nn.Module](), dict[int, NativeLinear]()
+    there, own = _kept_weights(places, kept, wanted), dict[int, nn.Linear]()
+    for linear in places:
+        if id(linear.weight) not in there:
+            own.setdefault(id(linear.weight), linear)
+    memory = PackedMemory({linear: places[linear] for linear in own.values()}, wanted)
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
         weight, same = linear.weight, of_parameter.get(id(linear.weight))
-        there = same.packed if same is not None else next((kept[place] for place in places[linear] if place in kept), None)
-        layer = _packed(linear, wanted[linear], there, give_back, memory)
+        layer = _packed(linear, wanted[linear], there.get(id(weight)), give_back, memory)
         packed.append(layer)
         for place in places[linear]:
             model.set_submodule(place, layer)
@@ -70,12 +74,25 @@ def pack_linears(
             if same is not None:
                 layer.share_parameter(same)
             of_parameter.setdefault(id(weight), layer)
+            there[id(weight)] = layer.packed
             uses[id(weight)] -= sum(PackedEmbedding.share(one, layer) for one in embeddings.pop(id(weight), ()))
         if give_back is not None and not uses[id(weight)]:
             give_back(weight)
     onednn.make_primitives([layer for layer in packed if isinstance(layer, onednn.PackedLinear)])
     log.info("packed %d linear layers for %s", len(packed), native.instructions() or "oneDNN")
     return len(packed)
+
+
+def _kept_weights(
+    places: Mapping[nn.Linear, Sequence[str]], kept: Mapping[str, PackedWeight], dtypes: Mapping[nn.Linear, torch.dtype]
+) -> dict[int, PackedWeight]:
+    """Those that fit, by the id of the parameter: a file has one that layers share by the name of one of these."""
+    return {
+        id(linear.weight): kept[path]
+        for linear, paths in places.items()
+        for path in paths
+        if path in kept and (kept[path].type, kept[path].n, kept[path].k) == (dtypes[linear], *linear.weight.shape)
+    }
 
 
 def _packed(
@@ -85,10 +102,9 @@ def _packed(
     give_back: Callable[[torch.Tensor], None] | None,
     memory: PackedMemory,
 ) -> NativeLinear | onednn.PackedLinear:
-    """The layer with the weight that is `there`, if that is one of its sizes, else with its own."""
     if native.instructions() is None:
         return onednn.PackedLinear(linear, dtype)
-    if there is not None and (there.type, there.n, there.k) == (dtype, *linear.weight.shape):
+    if there is not None:
         return NativeLinear(there, linear.bias, dtype)
     return NativeLinear.of(linear, dtype, give_back, memory.take(linear))
 

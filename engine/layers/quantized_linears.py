@@ -95,9 +95,7 @@ def quantize_linears(
     return {layers[old]: new.packed for old, new in made.items()}
 
 
-def quantize_linear(
-    linear: nn.Linear, method: Method, dtype: torch.dtype, memory: torch.Tensor | None = None
-) -> NativeLinear:
+def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype, memory: torch.Tensor | None = None) -> NativeLinear:
     """The quantized layer for inputs of `dtype`. The weight of `linear` is dropped."""
     weight = pack(quantize(linear.weight, method), method.rows_in_int8, memory)
     linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)

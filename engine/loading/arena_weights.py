@@ -36,8 +36,8 @@ from ...common.on_error import OnError
 from ...common.units import MIB
 from ..process.memory_usage import trim
 from .mapped_weights import Level, own_weights, weights_of, write_at
-from .weight_cache import WeightCache
 from .shard_check import layers_of
+from .weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 

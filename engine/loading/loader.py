@@ -190,6 +190,7 @@ def load_model(
     check_weights_fit(checkpoint, device, dtype, free, quantization, division)
     part = None if division is None else (division, group.rank)
     packs = pack and device.type == "cpu"
+    entry = WeightCache().entry(checkpoint, quantization, dtype, group) if packs or quantization is not None else None
     try:
         stored = None
         if (checkpoint.stored or checkpoint.weights.gguf) and quantization is None:
@@ -208,10 +209,9 @@ def load_model(
         if check is not None:
             check(module)
         if quantization is not None:
-            quantize_model(module, checkpoint, quantization, dtype, group=group)
+            quantize_model(module, checkpoint, quantization, dtype, entry, group)
         if packs and stored is None:
-            key = WeightCache().key(checkpoint, None, dtype, group) if quantization is None else None
-            pack_model(module, checkpoint, packed, key)
+            pack_model(module, checkpoint, packed, entry if quantization is None else None)
         if packs:
             give_back_unused(module, checkpoint)
         return cast(PreTrainedModel, module)

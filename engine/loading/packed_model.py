@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ... import native
-from ..layers.linears import PART_WEIGHTS, NativeLinear, PackedWeight
+from ..layers.linears import PART_WEIGHTS, NativeLinear, PackedEmbedding, PackedWeight
+from ..layers.merged_linears import MergedLinears
 from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
 from .loaded import parameter_types
-from .mapped_files import MappedFiles, drop_pages
-from .weight_cache import WeightCache
+from .mapped_files import MappedFiles, drop_pages, span_of
+from .weight_cache import CacheEntry
 from .weight_files import StoredTensor
 
 # Of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
@@ -57,20 +60,20 @@ def most_besides(sizes: Iterable[tuple[int, int]]) -> int:
     return most
 
 
-def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, key: str | None = None) -> None:
+def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, entry: CacheEntry | None = None) -> None:
     """Pack the linear layers of `model`, which are on the CPU, and convert parameters to `dtype`. Mutates the model.
 
     Those that transformers keeps in float32 stay so (`parameter_types`). `dtype` None keeps all types. Parameters of mapped
-    files are copied, unless they are large and keep their type. With the `key` of a file in the disk cache packed weights come
-    from there, and are written if any is missing.
+    files are copied, unless they are large and keep their type. With an `entry` of the disk cache packed weights come from
+    there, and are written if any is missing.
     """
-    mapped, cache = MappedFiles(checkpoint.weights.paths), WeightCache()
-    kept = (cache.read(key) if key is not None else None) or {}
+    mapped, kept = MappedFiles(checkpoint.weights.paths), {} if entry is None else entry.read()
     types = {} if dtype is None else parameter_types(model, dtype)
     pack_linears(model, types=types, kept=kept, give_back=mapped.give_back)
-    packed = {} if key is None else _packed_weights(model)
-    if key is not None and any(kept.get(name) is not one for name, one in packed.items()):
-        cache.write(key, packed)
+    if entry is not None:
+        packed, there = _packed_weights(model), {id(one) for one in kept.values()}
+        if any(id(one) not in there for one in packed.values()):
+            entry.write(packed)
     made: dict[int, nn.Parameter] = {}  # of tied parameters one
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -92,6 +95,36 @@ def _packed_weights(model: Any) -> dict[str, PackedWeight]:
         if isinstance(module, NativeLinear):
             found.setdefault(id(module.packed), (name, module.packed))
     return dict(found.values())
+
+
+def free_merged(model: Any) -> None:
+    """Free packed weights that were copied to be merged, though they share memory with others, and drop those that lie in a
+    file. Mutates the model: the others are copied out of memory that they share.
+    """
+    layers = defaultdict[int, list[NativeLinear]](list)
+    for module in model.modules():
+        if isinstance(module, NativeLinear):
+            layers[module.packed.packed.untyped_storage().data_ptr()].append(module)
+    looked_up = {id(one._packed) for one in model.modules() if isinstance(one, PackedEmbedding)}
+    for sharing in layers.values():
+        memory = sharing[0].packed.packed.untyped_storage()
+        at, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+        unused = []
+        for first, last in sorted({span_of(part) for one in sharing for part in one.packed.tensors}):
+            if at <= first and last <= end:
+                unused.append((at, first))
+                at = last
+        unused = [(first, last) for first, last in [*unused, (at, end)] if first < last]
+        if not memory.resizable():  # a file's
+            for first, last in unused:
+                drop_pages(first, last)
+        elif unused and not any(id(one.packed) in looked_up for one in sharing):
+            merged = {one: MergedLinears.around(one) for one in sharing}
+            for group in {group for group in merged.values() if group is not None}:
+                group.move()
+            for one, around in merged.items():
+                if around is None:
+                    one.packed = replace(one.packed, packed=one.packed.packed.clone())
 
 
 def give_back_unused(model: Any, checkpoint: Checkpoint) -> None:

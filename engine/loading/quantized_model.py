@@ -24,9 +24,9 @@ from .loaded import parameter_types
 from .mapped_files import MappedFiles
 from .meta_models import meta_model
 from .probe import random_tokens
-from .weight_cache import WeightCache
 from .slices import shrink
 from .text_model import within
+from .weight_cache import CacheEntry
 
 log = logging.getLogger(__name__)
 
@@ -36,25 +36,24 @@ def quantize_model(
     checkpoint: Checkpoint,
     quantization: Quantization,
     dtype: torch.dtype,
-    cache: WeightCache | None = None,
+    entry: CacheEntry | None = None,
     group: ShardGroup = ALONE,
 ) -> None:
     """Quantize the linear layers of `model`, and convert everything else to `dtype`. Mutates the model.
 
     `model` has the checkpoint's type, so that weights that are quantized stay mapped from their files until then; with weights
-    from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
-    to quantize. `group`: the shards that are quantized at the same time; `model` is this one's.
+    from the `entry` of the disk cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if
+    there is nothing to quantize. `group`: the shards that are quantized at the same time; `model` is this one's.
     """
     refuse_quantized(checkpoint, quantization)
-    began, cache = time.perf_counter(), cache or WeightCache()
-    key = cache.key(checkpoint, quantization, dtype, group)
+    began = time.perf_counter()
     types = parameter_types(model, dtype)
     _convert(model, types, keep=quantizable)
-    kept = None if key is None else cache.read(key)
-    layers = {} if kept is None else _layers_of(model, kept, dtype)
+    kept = {} if entry is None else entry.read()
+    layers = _layers_of(model, kept, dtype)
     if not all(group.exchange(b"kept" if layers else b"")):  # then all compute, for the sake of those that must
         layers = {}
-    if kept is not None and layers:
+    if layers:
         for name, layer in layers.items():
             model.set_submodule(name, layer)
         done = "from the cache"
@@ -68,8 +67,8 @@ def quantize_model(
             trim(torch.device("cpu"))
 
         kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), give_back)
-        if key is not None:
-            cache.write(key, kept)
+        if entry is not None:
+            entry.write(kept)
         done = "made now"
     _convert(model, types)
     size = sum(one.num_bytes for one in kept.values())

@@ -45,7 +45,7 @@ from ...common.units import GIB, format_bytes, parse_bytes
 from ..collectives.group import ALONE, ShardGroup
 from ..errors import ConfigError
 from ..layers import GROUP, Quantization
-from ..layers.linears import PackedWeight
+from ..layers.linears import PackedWeight, native_bytes
 from ..layers.quantization import SCALES
 from .checkpoint import Checkpoint
 
@@ -59,6 +59,7 @@ _MOST_READERS = 8  # threads
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIGESTS = 1000
 _ABANDONED_S = 3600.0  # age of half a file: its writer must be gone
+_TODAY_S = 86_400.0
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.weights|([0-9a-f]{32}|digests)\w*\.tmp")  # of files that may be deleted
 _ARRAYS = ("packed", "scales", "in_scales")  # in the order of a file
 _PLAIN = {str(one): one for one in (torch.float32, torch.bfloat16, torch.float16)}
@@ -95,6 +96,17 @@ class WeightCache:
         self.most_bytes = most_bytes() if most is None else most
         self.keeps_plain = most is not None or bool(os.environ.get(VARIABLE, "").strip())
 
+    def entry(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, dtype: torch.dtype, group: ShardGroup = ALONE
+    ) -> CacheEntry | None:
+        """The entry of these weights, the files of which are to be read afterwards; None if they are not kept (`key`)."""
+        try:
+            stamps = checkpoint.stamps()
+        except OSError:
+            return None
+        key = self.key(checkpoint, quantization, dtype, group)
+        return None if key is None else CacheEntry(self, key, checkpoint, stamps, is_plain=quantization is None)
+
     def key(
         self, checkpoint: Checkpoint, quantization: Quantization | None, dtype: torch.dtype, group: ShardGroup = ALONE
     ) -> str | None:
@@ -105,10 +117,15 @@ class WeightCache:
         """
         if not self.most_bytes or checkpoint.spec.loaded is not None or not self.folder.is_absolute():
             return None
-        if native.instructions() is None or (quantization is None and not self.keeps_plain):
+        if native.instructions() is None:
+            return None
+        if quantization is None and (not self.keeps_plain or checkpoint.quantized or checkpoint.weights.gguf):
             return None
         try:
             self._check_owner()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK) and not any(self.folder.glob("*.weights")):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.folder))
             digests = self.digests(checkpoint)
         except OSError as error:
             log.warning("packed weights are not kept: %s", error)
@@ -133,23 +150,30 @@ class WeightCache:
             return weights
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             log.warning("%s is not used, and is deleted if that is possible: %s", path, error)
             with suppress(OSError):
                 path.unlink()
             return None
+        except (OSError, RuntimeError, MemoryError) as error:  # no memory, descriptors or threads: it may be read another time
+            log.warning("%s is not used: %s", path, error)
+            return None
 
-    def write(self, key: str, weights: Mapping[str, PackedWeight]) -> None:
-        """Keep `weights`, and delete others if the folder becomes too large. Logs what goes wrong."""
-        header, arrays = _header(weights)
-        size = len(header) + sum(_aligned(len(data)) for data in arrays)
-        if size > self.most_bytes:
-            log.info("packed weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes)
-            return
+    def write(self, key: str, weights: Mapping[str, PackedWeight], *, is_plain: bool = False) -> None:
+        """Keep `weights`, and delete others if the folder becomes too large. Logs what goes wrong.
+
+        Weights that are not quantized (`is_plain`) are not kept if that would delete a file that was used today: of models
+        that do not fit together each start would write one.
+        """
+        size = sum(_aligned(part.nbytes) for one in weights.values() for part in one.tensors)
         half = None
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._make_room(size)
+            if not self._make_room(size, besides=self._path(key), spares_used=is_plain):
+                most = format_bytes(self.most_bytes)
+                log.info("packed weights of %s are not kept: %s allows %s in all", format_bytes(size), VARIABLE, most)
+                return
+            header, arrays = _header(weights)
             descriptor, half = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(header)
@@ -214,21 +238,27 @@ class WeightCache:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.weights"
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Delete abandoned files, and the least recently used ones until `num_bytes` fit."""
+    def _make_room(self, num_bytes: int, besides: Path | None = None, spares_used: bool = False) -> bool:
+        """Delete abandoned files, and the least recently used ones until `num_bytes` fit, `besides` not counted. Returns
+        whether they fit; if not, no other file is deleted. With `spares_used` none is that was used today.
+        """
         now, kept = time.time(), []
         for file in self.files():
             if file.path.suffix == ".tmp" and now - file.used_s > _ABANDONED_S:
                 file.path.unlink(missing_ok=True)
-            else:
+            elif file.path != besides:
                 kept.append(file)
         total = sum(file.num_bytes for file in kept)
-        for file in kept:
-            if total + num_bytes <= self.most_bytes:
-                return
-            if file.path.suffix == ".weights":
-                file.path.unlink(missing_ok=True)
-                total -= file.num_bytes
+        excess = total + num_bytes - self.most_bytes
+        out = [one for one in kept if one.path.suffix == ".weights" and not (spares_used and now - one.used_s < _TODAY_S)]
+        if excess > sum(file.num_bytes for file in out):
+            return False
+        for file in out:
+            if excess <= 0:
+                break
+            file.path.unlink(missing_ok=True)
+            excess -= file.num_bytes
+        return True
 
     def _digest(self, path: Path) -> str:
         """SHA-256 of a file, remembered until the file changes. Raises OSError."""
@@ -258,6 +288,32 @@ class WeightCache:
             keep_json(self.folder / "digests.json", dict(list(digests.items())[-_MOST_DIGESTS:]))
         except OSError as error:
             log.debug("digests of checkpoints are not kept: %s", error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheEntry:
+    """The place for a model's packed weights in a cache, found before its files are read."""
+
+    cache: WeightCache
+    key: str
+    checkpoint: Checkpoint
+    stamps: tuple[object, ...]  # of the checkpoint, before the key was made
+    is_plain: bool  # not quantized
+
+    def read(self) -> dict[str, PackedWeight]:
+        """The weights by their layers' names; nothing without a whole file, or if the checkpoint has changed since."""
+        return (self.cache.read(self.key) if self._is_current() else None) or {}
+
+    def write(self, weights: Mapping[str, PackedWeight]) -> None:
+        """Keep the weights, unless the checkpoint has changed since."""
+        if self._is_current():
+            self.cache.write(self.key, weights, is_plain=self.is_plain)
+
+    def _is_current(self) -> bool:
+        try:
+            return self.checkpoint.stamps() == self.stamps
+        except OSError:
+            return False
 
 
 def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview]]:
@@ -301,16 +357,18 @@ def _weight(name: str, entry: dict[str, Any], content: torch.Tensor) -> PackedWe
     if form not in _PLAIN:
         dtypes["scales"] = SCALES[form]
     arrays: dict[str, Any] = {part: _array(name, entry[part], dtypes[part], content) for part in _ARRAYS if part in entry}
-    if form in _PLAIN:
-        return PackedWeight(_PLAIN[form], entry["n"], entry["k"], **arrays)
-    arrays["scales"]  # each quantized weight has them
-    more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}
-    return PackedWeight(form, entry["n"], entry["k"], **arrays, **more)
+    kind, n, k, more = _PLAIN.get(form, form), entry["n"], entry["k"], {}
+    if kind == form:
+        arrays["scales"]  # each quantized weight has them
+        more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}
+    if arrays["packed"].numel() != native_bytes(kind, n, k):
+        raise ValueError(f"the weights of {name} have another size than the kernels'")
+    return PackedWeight(kind, n, k, **arrays, **more)
 
 
 def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: torch.Tensor) -> torch.Tensor:
     data = content[entry["offset"] : entry["offset"] + math.prod(entry["shape"]) * dtype.itemsize]
-    if zlib.crc32(data.numpy()) != entry["crc32"]:
+    if zlib.crc32(data.numpy().data) != entry["crc32"]:
         raise ValueError(f"the weights of {name} are damaged")
     return data.view(dtype).view(entry["shape"])
 

@@ -28,8 +28,8 @@ from pagetide.engine.loading.division import Cut, Division
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.mapped_files import MappedFiles
 from pagetide.engine.loading.packed_model import loading_bytes
-from pagetide.engine.loading.weight_cache import WeightCache
 from pagetide.engine.loading.stored_model import stored_sizes
+from pagetide.engine.loading.weight_cache import WeightCache
 
 KERNELS = kernels_on(torch.device("cpu"))
 TOKENS = torch.tensor([[5, 1, 77, 34, 120, 5, 9, 64, 3, 118, 40, 41, 2]])

@@ -147,6 +147,29 @@ def test_an_embedding_reads_the_packed_head(embedding: nn.Embedding, shared: boo
     assert embedding.weight.shape == (40, 24) and embedding.weight.untyped_storage().nbytes() == (4 if shared else 3840)
 
 
+@WITH_KERNELS
+@pytest.mark.parametrize("name", ["model.proj", "lm_head"])
+def test_layers_that_share_a_parameter_share_what_was_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them has its name, and in whichever order modules are gone through."""
+
+    def tied() -> nn.Module:
+        root, inner = nn.Module(), nn.Module()
+        root.lm_head = inner.proj = nn.Linear(64, 48).requires_grad_(False)
+        inner.proj = nn.Linear(64, 48).requires_grad_(False)
+        inner.proj.weight = root.lm_head.weight
+        root.model = inner
+        return root
+
+    first = tied()
+    assert pack_linears(first) == 2
+    packed = first.lm_head.packed
+    assert packed is first.model.proj.packed and packed.packed.untyped_storage().nbytes() == packed.packed.nbytes
+    monkeypatch.setattr(NativeLinear, "of", None)
+    second = tied()
+    assert pack_linears(second, kept={name: packed}) == 2
+    assert second.lm_head.packed is packed and second.model.proj.packed is packed
+
+
 def test_the_most_memory_while_loading(tmp_path: Path) -> None:
     """The largest weights are packed first, when little else is held: only a model of few large ones needs more than stays."""
     even = saved(tmp_path / "even", "llama", torch.bfloat16, num_hidden_layers=8)

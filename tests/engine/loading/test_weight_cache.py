@@ -11,18 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 from families import tiny
+from state_families import STATE_FAMILIES, tiny_with_states
 from torch import nn
 
 from pagetide import ConfigError, native
 from pagetide.cli import main
 from pagetide.engine.layers import quantized_linears
+from pagetide.engine.layers.fusion import fuse
+from pagetide.engine.layers.kernels import kernels_on
 from pagetide.engine.layers.linears import NativeLinear, PackedWeight
 from pagetide.engine.layers.quantization import Method
 from pagetide.engine.layers.quantized_linears import quantize_linear
-from pagetide.engine.loading import weight_cache, quantized_model
+from pagetide.engine.loading import loader, quantized_model, weight_cache
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import loaded_spec, resolve_model
+from pagetide.engine.loading.packed_model import free_merged
 from pagetide.engine.loading.weight_cache import DEFAULT_MOST_BYTES, WeightCache, cache_dir, most_bytes
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
@@ -111,6 +115,32 @@ def test_a_damaged_file_is_deleted(cache, caplog):
     assert_same(cache.read(KEY), weights())
 
 
+def test_what_cannot_be_read_now_is_kept(cache, monkeypatch, caplog):
+    """No descriptors, memory or threads: the file is whole, and is read the next time."""
+    cache.write(KEY, weights())
+    for place, error in (
+        (weight_cache.mmap, OSError(errno.ENOMEM, "no memory")),
+        (weight_cache, RuntimeError("can't start new thread")),
+    ):
+        name = "mmap" if place is weight_cache.mmap else "ThreadPoolExecutor"
+
+        def refuse(*args, error=error, **options):
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, refuse)
+            assert cache.read(KEY) is None
+        assert str(error) in caplog.text
+        assert_same(cache.read(KEY), weights())
+
+
+def test_a_file_of_another_layout_is_deleted(cache):
+    """Its weights have another size than the kernels would read."""
+    one = weights()["model.a"]
+    cache.write(KEY, {"model.a": replace(one, packed=one.packed[:-64])})
+    assert cache.read(KEY) is None and cache.files() == []
+
+
 def test_a_full_disk_leaves_nothing(cache, monkeypatch, caplog):
     def full(fd):
         raise OSError(errno.ENOSPC, "no space left")
@@ -163,6 +193,22 @@ def test_what_is_larger_than_the_bound_is_not_kept_and_drives_nothing_out(tmp_pa
     cache.write("a" * 32, weights())
     WeightCache(tmp_path, 1000).write("b" * 32, weights())
     assert [file.path.stem for file in cache.files()] == ["a" * 32]
+
+
+def test_plain_weights_drive_no_file_out_that_was_used_today(tmp_path):
+    """Models that do not fit together would be written at each start of either."""
+    WeightCache(tmp_path, 1 << 20).write("a" * 32, weights())
+    path = tmp_path / f"{'a' * 32}.weights"
+    cache = WeightCache(tmp_path, path.stat().st_size * 3 // 2)
+    cache.write("b" * 32, weights(), is_plain=True)
+    assert [file.path for file in cache.files()] == [path]
+    cache.write("a" * 32, weights(seed=1), is_plain=True)  # its own place counts as free
+    assert_same(cache.read("a" * 32), weights(seed=1))
+    os.utime(path, (1000, 1000))
+    cache.write("b" * 32, weights(), is_plain=True)
+    assert [file.path.stem for file in cache.files()] == ["b" * 32]
+    cache.write("c" * 32, weights())
+    assert [file.path.stem for file in cache.files()] == ["c" * 32]
 
 
 def test_half_a_file_of_a_writer_that_is_gone_is_deleted(cache):
@@ -219,15 +265,37 @@ def test_the_key_depends_on_content_and_on_what_is_computed(saved, cache, tmp_pa
     content[-1] ^= 1
     (copy / "model.safetensors").write_bytes(content)
     assert key(folder=copy) != first
+    with monkeypatch.context() as patched:
+        patched.setattr(weight_cache.native, "instructions", lambda: "another processor")
+        assert key() not in (None, first)
+        patched.setattr(weight_cache.native, "instructions", lambda: None)
+        assert key() is None
     monkeypatch.setattr(weight_cache, "VERSION", weight_cache.VERSION + 1)
     assert key() != first
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_kept(own_folder, tmp_path, monkeypatch):
+    """Neither are weights of the new files taken for those of the old ones."""
+    monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "1GiB")
+    for name, seed in (("model", 0), ("new", 1)):
+        tiny("llama", hidden_size=96, seed=seed).save_pretrained(tmp_path / name)
+    file, new = (tmp_path / name / "model.safetensors" for name in ("model", "new"))
+    read = loader._read_stored
+
+    def replaced(*args):
+        found = read(*args)
+        os.replace(new, file)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loader, "_read_stored", replaced)
+        load_model(Checkpoint.open(resolve_model(tmp_path / "model")), CPU, torch.float32, pack=True)
+    assert WeightCache().files() == []
+
+
 def test_content_is_read_once_until_it_changes(saved, cache, monkeypatch):
     read, digest = [], weight_cache.hashlib.file_digest
-    monkeypatch.setattr(
-        weight_cache.hashlib, "file_digest", lambda file, kind: (read.append(file.name), digest(file, kind))[1]
-    )
+    monkeypatch.setattr(weight_cache.hashlib, "file_digest", lambda file, kind: (read.append(file.name), digest(file, kind))[1])
     checkpoint = Checkpoint.open(resolve_model(saved))
     key = cache.key(checkpoint, "int8", torch.float32)
     assert len(read) == 2
@@ -298,21 +366,24 @@ def test_weights_that_are_not_quantized_come_back_without_being_packed(own_folde
     ids, checkpoint = torch.arange(2, 30)[None], Checkpoint.open(resolve_model(tmp_path / "model"))
     first = load_model(checkpoint, CPU, dtype, pack=True)
     file = next(own_folder.glob("*.weights"))
-    written, pack = file.stat().st_mtime_ns, NativeLinear.of
+    inode, pack = file.stat().st_ino, NativeLinear.of
     monkeypatch.setattr(NativeLinear, "of", None)
     with torch.inference_mode():
         right = first(ids).logits
         assert torch.equal(load_model(checkpoint, CPU, dtype, pack=True)(ids).logits, right)
+        assert file.stat().st_ino == inode, "it is not written again"
         # One that is not of its layer's size is packed again, alone, and the file is written again
         monkeypatch.setattr(NativeLinear, "of", pack)
         kept = WeightCache().read(file.stem)
         name = next(iter(kept))
-        wrong = NativeLinear.of(nn.Linear(kept[name].k, kept[name].n + 1).requires_grad_(False), dtype).packed
-        WeightCache().write(file.stem, {**kept, name: wrong})
-        third = load_model(checkpoint, CPU, dtype, pack=True)
-        assert torch.equal(third(ids).logits, right)
-    assert_same(WeightCache().read(file.stem), kept)
-    assert len(layers_of(third)) == len(kept) and file.stat().st_mtime_ns > written
+        other = torch.float16 if dtype == torch.float32 else torch.float32
+        for n, kind in ((kept[name].n + 1, dtype), (kept[name].n, other)):
+            wrong = NativeLinear.of(nn.Linear(kept[name].k, n).requires_grad_(False), kind).packed
+            WeightCache().write(file.stem, {**kept, name: wrong})
+            third = load_model(checkpoint, CPU, dtype, pack=True)
+            assert torch.equal(third(ids).logits, right)
+            assert_same(WeightCache().read(file.stem), kept)
+    assert len(layers_of(third)) == len(kept)
     assert list(own_folder.glob("*.tmp")) == []
 
 
@@ -324,13 +395,39 @@ def test_merged_layers_stay_where_they_are(saved, own_folder, monkeypatch):
         layers = layers_of(load_model(checkpoint, CPU, torch.float32, pack=True))
         for parent, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
             parts = [layers[f"model.layers.1.{parent}.{name}_proj"].packed for name in names]
-            copies = [replace(one, packed=one.packed.clone()) for one in parts]
             for order in (1, -1):
                 merged, starts = PackedWeight.joined(parts[::order])
-                expected, at = PackedWeight.joined(copies[::order])
-                assert starts == at and torch.equal(merged.packed, expected.packed)
-                assert (merged.packed.data_ptr() == parts[::order][0].packed.data_ptr()) == (order == 1)
-                assert expected.packed.data_ptr() not in {one.packed.data_ptr() for one in copies}
+                assert merged.packed.data_ptr() == parts[0].packed.data_ptr()
+                for one, start in zip(parts[::order], starts, strict=True):
+                    assert torch.equal(merged.outputs(start, one.n).packed, one.packed)
+        copied, _ = PackedWeight.joined([layers[f"model.layers.1.self_attn.{name}_proj"].packed for name in "qo"])
+        assert copied.packed.data_ptr() != layers["model.layers.1.self_attn.q_proj"].packed.packed.data_ptr()
+
+
+def held(model):
+    """(bytes of packed weights, bytes of the memory that they lie in)."""
+    tensors = [one.packed.packed for one in layers_of(model).values()]
+    spans = {(one.data_ptr(), one.nbytes) for one in tensors}
+    memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(size for _, size in spans), sum(memory.values())
+
+
+@pytest.mark.parametrize("family", ["opt", "minimax"])
+def test_layers_that_are_merged_in_another_order_are_held_once(tmp_path, family):
+    """OPT has k, v and q, and calls q, k and v. MiniMax merges layers that are not neighbours: these are copied."""
+    model = tiny_with_states(family) if family in STATE_FAMILIES else tiny(family)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(resolve_model(tmp_path))
+    model, plain = (load_model(checkpoint, CPU, torch.float32, pack=pack) for pack in (True, False))
+    tokens = torch.arange(2, 14)
+    kinds = fuse(model, tokens, kernels_on(CPU)).counts
+    before = held(model)
+    free_merged(model)
+    weights, memory = held(model)
+    assert kinds["products"] and weights == memory and (before[1] > memory) == (family == "minimax")
+    with torch.inference_mode():
+        found, right = (one(input_ids=tokens[None], use_cache=False).logits for one in (model, plain))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_a_file_for_other_layers_is_not_used(saved, own_folder):
