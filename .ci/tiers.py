@@ -5,7 +5,7 @@
 
 quick: everything but tests/deep, first the files that need no torch, in processes that never load it, then the others.
 all: the quick tier within its budget; tests/deep, and properties of the quick tier with more examples; then kernels and engines
-once more as on a processor that has AVX2 alone, and once without native kernels.
+once more as on a processor that has AVX2 alone (unless this one has), and once without native kernels.
 
 A test that fails is run once more, alone; one that passes then is named as unstable, and is a defect that does not stop others.
 
@@ -164,6 +164,11 @@ def quick(arguments: Sequence[str]) -> tuple[int, bool]:
     return max(statuses), report(spent) if sys.platform == "linux" else True
 
 
+def has_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor has AVX-512; True where the system does not say."""
+    return not cpuinfo.exists() or "avx512f" in cpuinfo.read_text("utf-8").split()
+
+
 def failed() -> list[str]:
     """The tests that failed when they were last run, by pytest's own record."""
     try:
@@ -180,7 +185,7 @@ def everything() -> int:
     kernels = ["-m", "not gpu and not stress", *KERNELS_AND_ENGINES]
     for title, arguments, environ in (
         ("in the deep tier", [*DEEP, "--hypothesis-profile=deep"], {}),
-        ("with AVX2 alone", kernels, AVX2),
+        *([("with AVX2 alone", kernels, AVX2)] if has_avx512() else []),
         ("without native kernels", kernels, {"PAGETIDE_NATIVE": "0"}),
     ):
         print(f"\ntests {title}", flush=True)

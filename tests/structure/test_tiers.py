@@ -98,12 +98,20 @@ def test_all_tests_fail_if_one_run_does_or_the_budget_is_spent(
     quick: tuple[int, bool], others: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiers, "ROOT", tmp_path)
-    for number in range(3):  # the deep tier, and the two runs with other instructions
-        statuses = iter([others if number == at else 0 for at in range(3)])
+    # The deep tier, and the runs with other instructions: two, or one where the processor has no more than AVX2.
+    for number, runs in ((0, 3), (1, 3), (2, 3), (0, 2), (1, 2)):
+        monkeypatch.setattr(tiers, "has_avx512", lambda runs=runs: runs == 3)
+        statuses = iter([others if number == at else 0 for at in range(runs)])
         monkeypatch.setattr(tiers, "quick", lambda arguments: quick)
         monkeypatch.setattr(tiers, "run", lambda *arguments, statuses=statuses: next(statuses))
         assert tiers.everything() == status
         assert next(statuses, None) is None
+
+
+def test_the_processor_is_known_by_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "wide").write_text("flags\t\t: avx2 avx512f avx512bw\n")
+    (tmp_path / "common").write_text("flags\t\t: avx2 fma\n")
+    assert [tiers.has_avx512(tmp_path / name) for name in ("wide", "common", "unknown")] == [True, False, True]
 
 
 def test_what_failed_is_run_once_more_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
