@@ -30,6 +30,8 @@ from .weight_cache import CacheEntry
 
 log = logging.getLogger(__name__)
 
+_TRIM_BYTES = 1 << 26  # quantized before memory is given back, which takes time
+
 
 def quantize_model(
     model: Any,
@@ -60,11 +62,15 @@ def quantize_model(
     else:
         tokens = min(NUM_TOKENS[1], checkpoint.context_length or NUM_TOKENS[1])
         ids = random_tokens(model.config, NUM_TOKENS[0] * tokens)
-        mapped = MappedFiles(checkpoint.weights.paths)
+        mapped, since_trim = MappedFiles(checkpoint.weights.paths), 0
 
         def give_back(weight: torch.Tensor) -> None:
+            nonlocal since_trim
             mapped.give_back(weight)
-            trim(torch.device("cpu"))
+            since_trim += weight.nbytes
+            if since_trim >= _TRIM_BYTES:
+                trim(torch.device("cpu"))
+                since_trim = 0
 
         kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), give_back)
         if entry is not None:
