@@ -35,7 +35,7 @@ AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 OPTIONAL = {"avx512_amx"}  # compilers before GCC 11 do not know it
 INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
     "x86_64": {"avx2": V3, "avx512": V4, "avx512_bf16": V4_BF16, "avx512_amx": [*V4_BF16, *AMX]},
-    "aarch64": {"neon": []},
+    "aarch64": {"neon_dot": ["-march=armv8.2-a+dotprod"], "neon": []},
 }
 ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}  # of machines
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]  # -O3 would take minutes

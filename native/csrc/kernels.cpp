@@ -7,6 +7,10 @@
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace pagetide {
@@ -57,10 +61,22 @@ const Kernels* choose() {
 
 }  // namespace
 #else
-extern const Kernels kernels_neon;
+extern const Kernels kernels_neon, kernels_neon_dot;
 
 namespace {
-const Kernels* choose() { return &kernels_neon; }
+// Whether the processor multiplies and adds four bytes at once. Elsewhere than on Linux it is one of Apple's, all of which do.
+bool has_dot() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return true;
+#endif
+}
+
+const Kernels* choose() {
+  const char* wanted = std::getenv("PAGETIDE_NATIVE");
+  return has_dot() && (wanted == nullptr || std::strcmp(wanted, "neon") != 0) ? &kernels_neon_dot : &kernels_neon;
+}
 }  // namespace
 #endif
 

@@ -34,7 +34,7 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX2__) || defined(__aarch64__)
 constexpr bool kQuads = true;  // products of four int8 with weights of eight or four bits
 #else
 constexpr bool kQuads = false;
@@ -571,7 +571,27 @@ INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) { return add_products(to
 INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {
   return add_bytes(add_bytes(total, low, first), high, second);
 }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#else
+#if defined(__AVX512BW__)
+typedef __m512i Bytes;
+constexpr int kAboveZero = 0;
+INLINE Bytes load_wide(const void* from) { return _mm512_loadu_si512(from); }
+INLINE Bytes four_times(int32_t four) { return _mm512_set1_epi32(four); }
+INLINE Bytes above_zero(Bytes w) { return w; }
+INLINE Bytes low_halves(Bytes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes w) { return low_halves(_mm512_srli_epi16(w, 4)); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(table)))), halves);
+}
+INLINE IntVec pairs_added(IntVec total, Bytes pairs) { return total + bits<IntVec>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {  // pairs of at most 2 * 128 * 127
+  const Bytes signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+  return pairs_added(total, _mm512_maddubs_epi16(_mm512_abs_epi8(w), signed_x));
+}
+INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {  // at most 4 * 24 * 127
+  return pairs_added(total, _mm512_add_epi16(_mm512_maddubs_epi16(low, first), _mm512_maddubs_epi16(high, second)));
+}
+#elif defined(__AVX2__)
 typedef __m256i Bytes;
 constexpr int kAboveZero = 0;
 INLINE Bytes load_wide(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -589,7 +609,32 @@ INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {  // pairs of at most 2
 INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {  // at most 4 * 24 * 127
   return pairs_added(total, _mm256_add_epi16(_mm256_maddubs_epi16(low, first), _mm256_maddubs_epi16(high, second)));
 }
+#elif defined(__aarch64__)
+typedef int8x16_t Bytes;
+constexpr int kAboveZero = 0;
+INLINE Bytes load_wide(const void* from) { return vld1q_s8(static_cast<const int8_t*>(from)); }
+INLINE Bytes four_times(int32_t four) { return vreinterpretq_s8_s32(vdupq_n_s32(four)); }
+INLINE Bytes above_zero(Bytes w) { return w; }
+INLINE Bytes low_halves(Bytes w) { return vandq_s8(w, vdupq_n_s8(15)); }
+INLINE Bytes high_halves(Bytes w) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(w), 4)); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
+  return vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s8(halves)));
+}
+INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return bits<IntVec>(vdotq_s32(bits<int32x4_t>(total), w, x));
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
+  return total + bits<IntVec>(vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {
+  return add_bytes(add_bytes(total, low, first), high, second);
+}
+#endif
+#endif
 
+#if (defined(__AVX2__) && !defined(__AVX512VNNI__)) || defined(__aarch64__)
 template <int R>
 static void tile_quads(const int8_t* x, int64_t stride, const int8_t* panel, int64_t k, bool first, float* sums) {
   IntVec total[R][kVectors] = {};
@@ -630,7 +675,7 @@ struct GroupWeights {
 };
 
 // totals[R][kColumns] += the products of a group.
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX2__) || defined(__aarch64__)
 template <int R, Type kWeight>
 static void add_group(const GroupRows& rows, const GroupWeights& weights, int64_t k, float* totals) {
   constexpr bool kHalves = kWeight != Type::int8;
@@ -821,7 +866,7 @@ static void tile(Operand operand, Type type, int rows, const void* x, int64_t st
     case Operand::quads:
 #if defined(__AVX512VNNI__)
       return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, first, sums);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__) || defined(__aarch64__)
       return tile_quads<R>(static_cast<const int8_t*>(x), stride, static_cast<const int8_t*>(panel), k, first, sums);
 #endif
     case Operand::words:

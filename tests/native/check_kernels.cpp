@@ -104,12 +104,14 @@ void check_linear(const Format& format, Type weight_type, bool rows_in_int8, int
   args.scratch = scratch(kernel.scratch_bytes(args));
   kernel.multiply(args);
   double worst = 0, most = 0;
+  const int64_t together = weight_type == Type::int4 ? group : k;  // inputs that are rounded by their largest
   for (int64_t r = 0; r < rows; ++r) {
-    double top = 0;
-    for (int64_t i = 0; i < k; ++i) top = std::fmax(top, std::fabs(values[r * k + i]));
+    std::vector<double> tops((k + together - 1) / together, 0);
+    for (int64_t i = 0; i < k; ++i) tops[i / together] = std::fmax(tops[i / together], std::fabs(values[r * k + i]));
     for (int64_t j = 0; j < n; ++j) {
       double sum = bias.get(j);
       for (int64_t i = 0; i < k; ++i) {
+        const double top = tops[i / together];
         const double value = rows_in_int8 ? std::round(values[r * k + i] * 127 / top) * top / 127 : values[r * k + i];
         sum += value * weights[j * k + i];
       }

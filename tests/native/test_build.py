@@ -24,6 +24,6 @@ def test_each_compiled_file_is_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
     build.build(tmp_path / "_kernels.so")
     head, *lines = capsys.readouterr().err.splitlines()
     count = len(commands) - 1  # and the link
-    assert head.startswith(f"native kernels: compiling {count} files for neon: about ") and "busy machine" in head
+    assert head.startswith(f"native kernels: compiling {count} files for neon_dot, neon: about ") and "busy machine" in head
     told = [re.fullmatch(r"native kernels: (\d+) of (\d+) files compiled after \d+ s", line) for line in lines]
     assert [found and found.groups() for found in told] == [(str(i), str(count)) for i in range(1, count + 1)]
