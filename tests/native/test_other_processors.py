@@ -25,8 +25,9 @@ def test_neon(tmp_path: Path) -> None:
         objects.append(str(tmp_path / f"{name}.o"))
         isa = [*build.COMMON, "-O2", *flags, f"-DPAGETIDE_ISA={name}", "-c", str(build.SOURCES / "isa.cpp"), "-o", objects[-1]]
         subprocess.run([COMPILER, *include, *isa], check=True)
-    others = [str(Path(__file__).with_name("check_kernels.cpp")), *(str(build.SOURCES / f"{one}.cpp") for one in ("kernels", "pool"))]
-    subprocess.run([COMPILER, *build.COMMON, "-O2", *include, *others, *objects, "-o", str(program)], check=True)
+    sources = [Path(__file__).with_name("check_kernels.cpp"), *(build.SOURCES / f"{name}.cpp" for name in ("kernels", "pool"))]
+    whole = [*build.COMMON, "-O2", *map(str, sources), *objects, "-o", str(program)]
+    subprocess.run([COMPILER, *include, *whole], check=True)
     for processor, name in (("max", "neon_dot"), ("cortex-a53", "neon")):
         run = subprocess.run([EMULATOR, "-cpu", processor, str(program)], capture_output=True, text=True)
         assert (run.returncode, run.stdout) == (0, f"{name}: products, attention and sampling agree with float64\n"), run
