@@ -556,33 +556,25 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
 }
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BW__)
 typedef __m512i Bytes;
-constexpr int kAboveZero = 128;  // what signed weights get, to be multiplied as bytes without a sign
 INLINE Bytes load_wide(const void* from) { return _mm512_loadu_si512(from); }
 INLINE Bytes four_times(int32_t four) { return _mm512_set1_epi32(four); }
-INLINE Bytes above_zero(Bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 INLINE Bytes low_halves(Bytes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 INLINE Bytes high_halves(Bytes w) { return low_halves(_mm512_srli_epi16(w, 4)); }
 INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(table)))), halves);
 }
+#if defined(__AVX512VNNI__)
+constexpr int kAboveZero = 128;  // what signed weights get, to be multiplied as bytes without a sign
+INLINE Bytes above_zero(Bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) { return add_products(total, w, x, uint8_t{}); }
 INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {
   return add_bytes(add_bytes(total, low, first), high, second);
 }
 #else
-#if defined(__AVX512BW__)
-typedef __m512i Bytes;
 constexpr int kAboveZero = 0;
-INLINE Bytes load_wide(const void* from) { return _mm512_loadu_si512(from); }
-INLINE Bytes four_times(int32_t four) { return _mm512_set1_epi32(four); }
 INLINE Bytes above_zero(Bytes w) { return w; }
-INLINE Bytes low_halves(Bytes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-INLINE Bytes high_halves(Bytes w) { return low_halves(_mm512_srli_epi16(w, 4)); }
-INLINE Bytes looked_up(const uint8_t* table, Bytes halves) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(table)))), halves);
-}
 INLINE IntVec pairs_added(IntVec total, Bytes pairs) { return total + bits<IntVec>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
 INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {  // pairs of at most 2 * 128 * 127
   const Bytes signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
@@ -591,6 +583,7 @@ INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {  // pairs of at most 2
 INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {  // at most 4 * 24 * 127
   return pairs_added(total, _mm512_add_epi16(_mm512_maddubs_epi16(low, first), _mm512_maddubs_epi16(high, second)));
 }
+#endif
 #elif defined(__AVX2__)
 typedef __m256i Bytes;
 constexpr int kAboveZero = 0;
@@ -631,7 +624,6 @@ INLINE IntVec add_bytes(IntVec total, Bytes w, Bytes x) {
 INLINE IntVec add_halves(IntVec total, Bytes low, Bytes high, Bytes first, Bytes second) {
   return add_bytes(add_bytes(total, low, first), high, second);
 }
-#endif
 #endif
 
 #if (defined(__AVX2__) && !defined(__AVX512VNNI__)) || defined(__aarch64__)
